@@ -1,0 +1,1 @@
+"""What recipes and scripts share: data, models, launch topology, checks and the record of a run."""

@@ -1,0 +1,55 @@
+# One target, one script: no logic here. `make` lists the targets.
+
+override RECIPE := $(or $(RECIPE),zero3)
+VENV := $(or $(SLIPWAY_VENV),.venv)
+# The image sets SLIPWAY_PYTHON, and no .venv is made there.
+PYTHON := $(or $(SLIPWAY_PYTHON),$(VENV)/bin/python)
+
+# Values may hold spaces, quotes and dollars: they reach the shell in the environment and never as text of a recipe.
+# $(call flag,--model,MODEL) gives the flag and its value, or nothing where MODEL is empty. ARGS is words for the shell.
+export SLIPWAY_MODEL := $(value MODEL)
+export SLIPWAY_DATA := $(value DATA)
+export SLIPWAY_OUTPUT := $(value OUTPUT)
+export SLIPWAY_NPROC := $(value NPROC)
+export SLIPWAY_ATTN := $(value ATTN)
+export SLIPWAY_PROMPT := $(value PROMPT)
+unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ARGS
+flag = $${SLIPWAY_$(2):+$(1) "$$SLIPWAY_$(2)"}
+
+comma := ,
+space := $() $()
+recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
+MAKEFLAGS += --no-print-directory
+.PHONY: help venv lock finetune-llama generate bench test lint clean
+
+help:  ## list the targets and recipes
+	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
+
+venv:  ## make .venv from docker/requirements.lock, if there is something to do (every target does it)
+	@$(or $(SLIPWAY_PYTHON),python3) scripts/make_venv.py
+
+lock: venv  ## rewrite docker/requirements.lock, and README's table of pins, from docker/requirements.in
+	@$(PYTHON) scripts/pins.py write $(ARGS)
+
+# `exec` takes the shell out of the way: signals reach the launcher, and its exit code is what make reports.
+finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= DATA= OUTPUT= NPROC= ATTN= ARGS='--flag value'
+	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) recipes/llama/finetune.py --config $< \
+	$(call flag,--model_name_or_path,MODEL) $(call flag,--dataset_name,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--attn,ATTN) $(ARGS)
+
+recipes/llama/%.yaml:
+	$(if $(wildcard $@),,$(error No recipe $*. Recipes: $(recipes)))
+
+generate: venv  ## answer with a model: MODEL=OUTPUT PROMPT='...' ARGS=
+	@exec $(PYTHON) scripts/generate.py $(call flag,--model,MODEL) $(call flag,--prompt,PROMPT) $(ARGS)
+
+bench: venv  ## tokens/s of the default recipe beside a plain Trainer and a bare torch loop
+	@exec $(PYTHON) scripts/bench.py $(ARGS)
+
+test: venv  ## all tests that this machine can run: ARGS='-k name'
+	@exec $(PYTHON) -m pytest -q $(ARGS)
+
+lint: venv  ## ruff, yamllint, shellcheck, hadolint, JSON, ds_configs, recipes, pins
+	@$(PYTHON) scripts/lint.py
+
+clean:  ## remove what the tests and tools leave; outputs/ and .venv stay
+	@rm -rf build .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,120 @@
+"""Fine-tune a LLaMA-architecture model with TRL's SFTTrainer, under DDP or any ZeRO stage, whole or as an adapter.
+
+    make finetune-llama RECIPE=zero3 MODEL=meta-llama/Llama-2-7b-hf DATA=my.jsonl
+    torchrun --nproc_per_node 8 recipes/llama/finetune.py --config recipes/llama/zero3.yaml --dataset_name my.jsonl
+    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zero2.json recipes/llama/finetune.py \
+        --model_name_or_path meta-llama/Llama-2-7b-hf --dataset_name my.jsonl --output_dir ./output
+"""
+
+import math
+import sys
+import time
+
+from slipway import report
+
+report.quiet()
+
+import torch  # noqa: E402
+from transformers import PrinterCallback  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+from trl import SFTTrainer, get_peft_config, get_quantization_config  # noqa: E402
+from trl.models.utils import unwrap_model_for_generation  # noqa: E402
+
+from slipway import arguments, callbacks, cost, models, preflight, record, topology  # noqa: E402
+from slipway.errors import stop_on_bad_input  # noqa: E402
+
+
+def main(argv: list[str]) -> None:
+    began = time.time()
+    disable_progress_bar()
+    world = topology.current()
+    topology.prepare_environment(world)
+    plan = preflight.check(argv, world)
+    report.show_plan(plan)
+
+    topology.join(world, deepspeed=plan.ds_config is not None, timeout_s=plan.asked.get("ddp_timeout"))
+    recipe_args, args, model_args = arguments.build(plan.for_trainer())
+    run = record.Record(plan.output, plan.as_asked())
+
+    # After the arguments: under ZeRO-3 they tell from_pretrained to partition each layer as it is read.
+    model = models.load(
+        plan.model,
+        plan.tokenizer,
+        dtype=plan.load_dtype(),
+        attn=plan.attention.name,
+        quantization=get_quantization_config(model_args),
+        trust_remote_code=args.trust_remote_code,
+        zero3=plan.ds_facts["zero_stage"] == 3,
+    )
+    samples = [{"prompt": models.prompt_text(p), "reference": p["reference"]} for p in plan.data.prompts]
+
+    def answer(when: str) -> None:
+        for sample, text in zip(samples, answers(trainer, plan, recipe_args.sample_tokens), strict=False):
+            sample[when] = text
+
+    compare = callbacks.Compare(plan.must_get(), run, before_training=lambda: answer("before"))
+    watch = callbacks.Watch()
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=plan.data.train,
+        eval_dataset=plan.data.held_out if len(plan.data.held_out) else None,
+        processing_class=plan.tokenizer,
+        peft_config=get_peft_config(model_args),
+        callbacks=[compare, watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    compare.trainer = trainer
+
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    finally:
+        watch.close()
+    if len(plan.data.held_out):
+        trainer.evaluate()
+        first, last = watch.evaluations[0]["loss"], watch.evaluations[-1]["loss"]
+        run.add(
+            held_out={
+                name: {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+                for name, loss in (("before", first), ("after", last))
+            }
+        )
+    answer("after")
+
+    trainer.save_model()
+    run.add(proof=record.proof(trainer, plan.data.train[0]["input_ids"][:32]))
+    run.add(cost=cost.of_run(plan, trainer, watch, began), losses=watch.losses, samples=samples)
+    if trainer.is_world_process_zero():
+        models.check_saved(plan.output, trainer.accelerator.unwrap_model(trainer.model).config)
+        if recipe_args.merge:
+            models.merge(plan.output, plan.output / "merged")
+        report.plot_losses(
+            plan.output / "loss.png",
+            watch.losses,
+            watch.evaluations,
+            f"{plan.model.name}, {plan.asked.recipe}",
+        )
+        report.write_card(plan.output / "README.md", run.content)
+    run.add(status="finished", output=str(plan.output))
+    report.show_result(run.content, samples)
+    trainer.end()
+
+
+def answers(trainer: SFTTrainer, plan: preflight.Plan, length: int) -> list[str]:
+    """Rank 0's answers to the sample prompts. Under ZeRO-3 the weights are gathered first if a rank has room for them;
+    if not, all ranks generate together, each going on until the longest answer ends."""
+    prompts = plan.data.prompts
+    if not prompts:
+        return []
+    gather = plan.room_to_gather()
+    model = trainer.model_wrapped
+    with unwrap_model_for_generation(model, trainer.accelerator, gather_deepspeed3_params=gather) as plain:
+        together = plan.ds_facts["zero_stage"] == 3 and not gather
+        if not together and not trainer.is_world_process_zero():
+            return []
+        return models.answers(plain, plan.tokenizer, prompts, max_new_tokens=length, synced_gpus=together)
+
+
+if __name__ == "__main__":
+    with stop_on_bad_input():
+        main(sys.argv[1:])

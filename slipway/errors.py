@@ -1,0 +1,43 @@
+"""One way to stop on bad input: a clear message, the fix below it, exit code 2, no traceback.
+
+raise InputError("data.jsonl:7: no valid JSON (Expecting ',')", fix="mend line 7 or delete it")
+"""
+
+import contextlib
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+
+EXIT_BAD_INPUT = 2
+
+
+class InputError(Exception):
+    """Something that the user can mend. `message` names the file, line or key and what was found; `fix` what to do.
+
+    Raised alike on all ranks it is printed by rank 0 only. Set `this_rank_only` where the others cannot know.
+    """
+
+    def __init__(self, message: str, fix: str | None = None, this_rank_only: bool = False):
+        super().__init__(message)
+        self.message, self.fix, self.this_rank_only = message, fix, this_rank_only
+
+    def __str__(self) -> str:
+        return f"error: {self.message}" + (f"\n  fix: {self.fix}" if self.fix else "")
+
+
+@contextlib.contextmanager
+def stop_on_bad_input() -> Iterator[None]:
+    """Around a script's main: an InputError ends the process with its message on stderr and exit code 2."""
+    try:
+        yield
+    except InputError as error:
+        if error.this_rank_only or os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean "x"?` for the known word nearest to `word`; empty where none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f', did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,223 @@
+"""Everything about a run that can be known before it starts, checked in the order of what is cheapest to mend.
+
+The launcher calls `check` before it starts a process; each rank calls it again (everything costly is cached by then).
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from slipway import arguments, attention, ds_config, encode, memory, models, record, topology
+from slipway.arguments import Asked
+from slipway.errors import InputError
+from slipway.plan import Plan
+from slipway.topology import World
+
+# A run of the shipped recipes on the embedded data without a GPU is a demonstration: minutes, not days.
+# What is typed on the command line stays as typed.
+DEMONSTRATION = {
+    "max_length": 512,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False,
+    "learning_rate": 3e-4,
+    "max_steps": 24,
+    "logging_steps": 1,
+    "held_out_rows": 24,
+}
+
+
+def check(argv: list[str], world: World) -> Plan:
+    """Check the arguments of a LLaMA recipe for `world`. Raises InputError at the first thing that will not do."""
+    asked = arguments.read(argv)
+    notices = _demonstrate(asked, world)
+    output = check_output(asked)
+    precision = topology.precision(world, *_asked_precision(asked))
+    for key in ("bf16", "fp16"):
+        asked.set(key, precision == key, asked.origin(key) if key in asked.values else "the hardware")
+    config, ds_path = _read_ds_config(asked)
+    if config is not None:
+        notices += _check_ds_config(config, ds_path, asked, world)
+    facts = ds_config.facts_of(config)
+    _check_quantized(asked, facts, world)
+    choice = attention.choose(
+        asked.get("attn"), dtype=precision, packing=asked.get("packing"), device=attention.Device.current()
+    )
+    model = models.resolve(
+        asked.get("model_name_or_path") or "smollm2-135m", revision=asked.get("model_revision")
+    )
+    tokenizer = models.load_tokenizer(model)
+    parameters = models.parameters(model.config)
+    _check_memory(asked, parameters, facts, precision, world, output)
+    data = _prepare(asked, model, tokenizer, world)
+    values = {key: (asked.get(key), asked.origin(key)) for key in asked.defaults}
+    resolved, origins = (
+        ds_config.resolve(config, values, world.size, model.config.hidden_size, precision)
+        if config
+        else (None, {})
+    )
+    return Plan(
+        asked=asked,
+        world=world,
+        ds_config=config,
+        ds_path=ds_path,
+        ds_facts=facts,
+        ds_resolved=resolved,
+        ds_origins=origins,
+        precision=precision,
+        attention=choice,
+        model=model,
+        parameters=parameters,
+        tokenizer=tokenizer,
+        data=data,
+        data_lines=encode.describe(data.facts),
+        output=output,
+        notices=notices,
+    )
+
+
+def _check_quantized(asked: Asked, facts: dict[str, Any], world: World) -> None:
+    key = "load_in_4bit" if asked.get("load_in_4bit") else "load_in_8bit"
+    if not asked.get(key):
+        return
+    if not world.on_gpu:
+        raise InputError(
+            f"{asked.origin(key)}: {key} needs a GPU, this machine has none",
+            "RECIPE=lora trains the same adapter on unquantized weights",
+        )
+    if facts["zero_stage"] == 3:
+        raise InputError(
+            f"{asked.origin(key)}: ZeRO-3 cannot partition quantized weights", "ZeRO-2: RECIPE=qlora"
+        )
+
+
+def _demonstrate(asked: Asked, world: World) -> list[str]:
+    ours = asked.config and asked.config.resolve().is_relative_to(arguments.repository() / "recipes")
+    if world.on_gpu or not ours or asked.get("dataset_name") != "docstrings":
+        return []
+    if asked.typed("num_train_epochs"):
+        return []
+    changed = {key: value for key, value in DEMONSTRATION.items() if not asked.typed(key)}
+    for key, value in changed.items():
+        asked.set(key, value, "demonstration on a CPU")
+    steps = asked.get("max_steps")
+    return [
+        f"no GPU, embedded data: a demonstration of {steps} steps of {asked.get('max_length')}-token blocks"
+    ]
+
+
+def check_output(asked: Asked) -> Path:
+    """The folder of the run; InputError if it cannot be written or holds something that would be overwritten."""
+    output = Path(asked.get("output_dir") or _next_output(asked.recipe)).expanduser().absolute()
+    asked.set("output_dir", str(output), asked.origin("output_dir"))
+    memory.check_writable(output)
+    if os.environ.get("RANK", "0") != "0" or asked.get("resume_from_checkpoint"):
+        return output
+    if not output.is_dir() or not any(output.iterdir()):
+        return output
+    earlier = record.read(output)
+    if earlier is None:
+        raise InputError(
+            f"OUTPUT {output} is not empty and holds no run", "name another folder; nothing was changed"
+        )
+    if not asked.get("overwrite"):
+        status = "a finished" if earlier["status"] == "finished" else "an unfinished"
+        resume = " or --resume_from_checkpoint true" if any(output.glob("checkpoint-*")) else ""
+        raise InputError(
+            f"OUTPUT {output} holds {status} run",
+            f"another OUTPUT, ARGS='--overwrite true' to start over{resume}",
+        )
+    return output
+
+
+def _next_output(recipe: str) -> Path:
+    """outputs/RECIPE, or where that holds a finished run outputs/RECIPE-2 and so on; the launcher's choice is told to
+    the ranks, which would each choose for themselves."""
+    first = output = Path("outputs") / recipe
+    number = 1
+    while "RANK" not in os.environ and (record.read(output) or {}).get("status") == "finished":
+        number += 1
+        output = first.with_name(f"{recipe}-{number}")
+    return output
+
+
+def _asked_precision(asked: Asked) -> tuple[bool | None, bool | None, str]:
+    bf16 = asked.values.get("bf16")
+    fp16 = asked.values.get("fp16")
+    return bf16, fp16, asked.origin("bf16" if bf16 else "fp16")
+
+
+def _read_ds_config(asked: Asked) -> tuple[dict[str, Any] | None, str | None]:
+    """The ds_config of --deepspeed or of accelerate's launcher; two different ones are refused."""
+    name, launcher = asked.get("deepspeed"), os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if (
+        name
+        and launcher
+        and Path(launcher).resolve() != arguments.relative(str(name), asked.config).resolve()
+    ):
+        raise InputError(
+            f"two ds_configs: {name} ({asked.origin('deepspeed')}) and {launcher} (accelerate launch)",
+            "name one",
+        )
+    if launcher and not name:
+        name = launcher
+        asked.set("deepspeed", launcher, "accelerate launch --deepspeed_config_file")
+    if not name:
+        return None, None
+    path = arguments.relative(str(name), asked.config)
+    return ds_config.load(path), str(path)
+
+
+def _check_ds_config(config: dict[str, Any], path: str, asked: Asked, world: World) -> list[str]:
+    if asked.get("nvme_path"):
+        ds_config.set_nvme_path(config, asked.get("nvme_path"))
+    ds_config.check(config, path)
+    values = {key: (asked.get(key), asked.origin(key)) for key in asked.defaults}
+    errors, notices = ds_config.conflicts(config, path, values, world.size)
+    if errors:
+        raise InputError("\n  ".join(errors), f"change {path} or the argument; each value is wanted once")
+    return notices
+
+
+def _check_memory(
+    asked: Asked, parameters: int, facts: dict[str, Any], precision: str, world: World, output: Path
+) -> None:
+    trainable = (
+        parameters // 50 if asked.get("use_peft") else parameters
+    )  # an adapter is a few per cent at most
+    size = memory.Size(parameters, trainable, 4 if precision == "fp32" else 2)
+    if os.environ.get("RANK", "0") == "0":
+        kept = asked.get("save_total_limit") or 3
+        memory.check_disk(output, size, 0 if asked.get("save_strategy") == "no" else kept + 1)
+    on_host = {key: facts[key] == "cpu" for key in ("offload_optimizer", "offload_param")}
+    memory.check_host(memory.host_need(size, **on_host, local_share=world.local_size / world.size))
+
+
+def _prepare(asked: Asked, model: models.Model, tokenizer: Any, world: World) -> encode.Prepared:
+    data = encode.prepare(
+        asked.get("dataset_name"),
+        tokenizer,
+        max_length=asked.get("max_length"),
+        packing=asked.get("packing"),
+        seed=asked.get("seed"),
+        vocab_size=max(model.config.vocab_size, len(tokenizer)),
+        shape=asked.get("shape"),
+        split=asked.get("dataset_train_split"),
+        config=asked.get("dataset_config"),
+        columns=asked.get("columns"),
+        eval_source=asked.get("eval_data"),
+        held_out_rows=asked.get("held_out_rows"),
+        max_rows=asked.get("max_rows"),
+        loss_on=asked.get("loss_on"),
+    )
+    micro = asked.get("per_device_train_batch_size")
+    batch = micro * asked.get("gradient_accumulation_steps") * world.size
+    if len(data.train) < batch:
+        raise InputError(
+            f"{asked.get('dataset_name')}: {data.facts['train_rows']} rows give {len(data.train)} sequences, "
+            f"one global batch needs {batch} (micro-batch {micro} x accumulation "
+            f"{asked.get('gradient_accumulation_steps')} x {world.size} ranks)",
+            "more rows, --packing false, a smaller --gradient_accumulation_steps, or fewer ranks",
+        )
+    return data

@@ -1,0 +1,187 @@
+"""The machine a run is launched on: its GPUs, how many ranks, and what CPU ranks need to run the real engine."""
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from slipway.errors import InputError
+
+CPU_RANKS = 2  # without a GPU a run takes two CPU ranks, so that sharding and collectives are real
+
+# Dense peak in TFLOP/s with fp32 accumulation, (bf16, fp16), from NVIDIA's data sheets; cards without bf16: None.
+# The first name that a card's name contains counts, so longer names stand first.
+PEAKS = {
+    "H200": (989, 989),
+    "H100 PCIe": (756, 756),
+    "H100 NVL": (835, 835),
+    "H100": (989, 989),
+    "A100": (312, 312),
+    "L40S": (362, 362),
+    "L4": (121, 121),
+    "A10": (125, 125),
+    "A6000": (155, 155),
+    "RTX 4090": (165, 165),
+    "RTX 3090": (71, 71),
+    "V100": (None, 125),
+    "T4": (None, 65),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run: how many in all, on this node, and on what."""
+
+    size: int
+    local_size: int
+    accelerator: str  # "cuda" or "cpu"
+    gpus: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.accelerator == "cuda"
+
+
+def plan(nproc: int | None) -> World:
+    """The world that the launcher will start on this one machine: a rank per GPU, or two CPU ranks.
+
+    Raises InputError if `nproc` is below 1 or above the number of GPUs.
+    """
+    gpus = _count_gpus()
+    if nproc is not None and nproc < 1:
+        raise InputError(
+            f"NPROC={nproc}: a run needs at least one rank", "leave NPROC out for a rank per GPU"
+        )
+    if gpus and nproc is not None and nproc > gpus:
+        raise InputError(f"NPROC={nproc}, but this machine shows {gpus} GPU(s)", f"NPROC={gpus} or less")
+    size = nproc or gpus or CPU_RANKS
+    return World(size, size, "cuda" if gpus else "cpu", gpus)
+
+
+def current() -> World:
+    """The world this rank was started in, by torchrun, accelerate launch, or plain python (then one rank).
+
+    Raises InputError if plain python was used on a machine with several GPUs, or if the launcher that was asked for
+    another number of ranks started this one.
+    """
+    gpus = _count_gpus()
+    if "RANK" not in os.environ:
+        if gpus > 1:
+            raise InputError(
+                f"started without a launcher: one process on a machine with {gpus} GPUs",
+                f"`make finetune-llama`, or `torchrun --nproc_per_node {gpus} {sys.argv[0]} ...`",
+            )
+        # DeepSpeed looks for these and would otherwise ask for MPI.
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
+        )
+        os.environ.setdefault("MASTER_PORT", "0")
+    size = int(os.environ["WORLD_SIZE"])
+    _compare_with_launcher(size)
+    return World(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), "cuda" if gpus else "cpu", gpus)
+
+
+def _compare_with_launcher(size: int) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process and says nothing; so look what was asked."""
+    asked, by = os.environ.get("SLIPWAY_WORLD_SIZE"), "scripts/launch.py"
+    if not asked and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every way of `accelerate launch`
+        words = psutil.Process().parent().cmdline()
+        asked = next(
+            (b for a, b in itertools.pairwise(words) if a in ("--num_processes", "--num-processes")), None
+        )
+        by = "accelerate launch --num_processes"
+    if asked and int(asked) != size:
+        raise InputError(
+            f"{asked} ranks were asked for ({by}), {size} started",
+            f"`make finetune-llama NPROC={asked}`, or torchrun --nproc_per_node {asked}: "
+            "accelerate's launcher starts one process only on a CPU",
+        )
+
+
+def prepare_environment(world: World) -> None:
+    """Set what ranks on a CPU need (inherited by the ranks if called in the launcher). Must come before imports of
+    accelerate and deepspeed."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_size)))
+    if not world.on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would guess, and warn
+
+
+def join(world: World, deepspeed: bool, timeout_s: int) -> None:
+    """Join the process group with the backend that fits, before TrainingArguments do it wrongly.
+
+    On a CPU, accelerate finds no backend under DeepSpeed and counts one process; given a PartialState with gloo (and
+    accelerator_config use_configured_state) the real engine runs on all ranks.
+    """
+    if world.on_gpu:
+        return  # TrainingArguments join with NCCL
+    from datetime import timedelta
+
+    from accelerate import PartialState
+
+    with _no_stdout():  # gloo prints a line a rank
+        if deepspeed:
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        elif world.size > 1:
+            PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def _no_stdout() -> Iterator[None]:
+    """Nothing reaches stdout, not even from compiled code."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def precision(world: World, bf16: bool | None, fp16: bool | None, origin: str) -> str:
+    """ "bf16", "fp16" or "fp32": what was asked, else what the hardware does best.
+
+    Raises InputError if bf16 was asked on a card that has none, fp16 on a CPU, or both were.
+    """
+    import torch
+
+    if bf16 and fp16:
+        raise InputError(
+            f"{origin}: bf16 and fp16 are both on", "leave one out, or both: the hardware then decides"
+        )
+    if not world.on_gpu:
+        if fp16:
+            raise InputError(f"{origin}: fp16 training needs a GPU, this machine has none", "leave fp16 out")
+        return "bf16" if bf16 else "fp32"
+    card, has_bf16 = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)[0] >= 8
+    if bf16 and not has_bf16:
+        raise InputError(f"{origin}: bf16 was asked, but {card} has none", "leave bf16 out, or --fp16 true")
+    if bf16 is False and fp16 is False:
+        return "fp32"
+    return "bf16" if bf16 or (has_bf16 and not fp16) else "fp16"
+
+
+def peak_flops(card: str, dtype: str) -> float | None:
+    """A card's dense peak in FLOP/s for "bf16" or "fp16"; None where it is not known."""
+    for name, (bf16, fp16) in PEAKS.items():
+        if name in card:
+            peak = {"bf16": bf16, "fp16": fp16}.get(dtype)
+            return peak * 1e12 if peak else None
+    return None
+
+
+def launched_at(began: float) -> float:
+    """When the launcher was started, in seconds of time.time(); `began` if there was none."""
+    return float(os.environ.get("SLIPWAY_LAUNCHED_AT", began))
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,46 @@
+"""What all tests share: which marks run on this machine, and an environment apart from hub and caller."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# No test may depend on a hub, nor wait for one.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Prepared models and data are kept between test runs, apart from the user's own.
+os.environ.setdefault("SLIPWAY_CACHE", str(ROOT / "build" / "test-cache"))
+# `make test` hands its own variables down; a `make` that a test starts must not see them.
+for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"):
+    os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run, with the reason; asks the machine only if a test needs to know."""
+    for mark, why_not in (("image", no_docker), ("gpu", no_gpu)):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = why_not() if marked else ""
+        for item in marked if reason else []:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def no_docker() -> str:
+    """Why no image can be built or run here; empty if one can."""
+    client = shutil.which("docker")
+    if not client:
+        return "no docker client on PATH"
+    try:
+        done = subprocess.run([client, "info"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"docker info does not answer: {error}"
+    return "" if done.returncode == 0 else "no Docker engine answers (docker info)"
+
+
+def no_gpu() -> str:
+    """Why nothing can be run on a GPU here; empty if it can."""
+    import torch  # here: it takes seconds, and only tests with the mark need it
+
+    return "" if torch.cuda.is_available() else "no CUDA GPU"
