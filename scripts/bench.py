@@ -188,6 +188,8 @@ def _prepared(asked: argparse.Namespace, packing: bool) -> tuple[Any, Any, Any]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     precision = "bf16" if on_gpu else "fp32"
     choice = attention.choose("auto", dtype=precision, packing=packing, device=attention.Device.current())
+    if choice.name == "xformers":
+        attention.register()
     distributed = torch.distributed.is_initialized()
     model = models.load(found, tokenizer, dtype=dtype, attn=choice.name, zero3=distributed)
     return model, tokenizer, data.train
@@ -227,7 +229,9 @@ def show(results: dict[str, dict[str, float]], steps: int) -> None:
         table.add_column(title, justify="left" if title == "job" else "right")
     rate = {name: r["useful"] / r["seconds"] for name, r in results.items()}
     for name, r in results.items():
-        table.add_row(names[name], f"{rate[name]:,.1f}", f"{r['useful'] / r['slots']:.1%}", f"{r['seconds'] / steps:.1f}")
+        table.add_row(
+            names[name], f"{rate[name]:,.1f}", f"{r['useful'] / r['slots']:.1%}", f"{r['seconds'] / steps:.1f}"
+        )
     out = report.console()
     out.print(table)
     out.print(f"recipe / plain Trainer: {rate['recipe'] / rate['padded']:.2f}x")

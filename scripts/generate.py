@@ -21,26 +21,20 @@ INTERRUPTED = 130
 def main(argv: list[str]) -> None:
     """Prints the answer to what `argv` asks. Raises InputError."""
     asked = _arguments(argv)
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu" if _gpu() is None else "cuda"
-    )  # else deepspeed says what it chose
-    name = asked.model
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if _gpu() is None else "cuda")  # else deepspeed says what it chose
+    name = _newest(asked.model)
     model = models.resolve(name, revision=asked.revision, trust_remote_code=asked.trust_remote_code)
     tokenizer = models.load_tokenizer(model, trust_remote_code=asked.trust_remote_code)
     loaded = _load(model, tokenizer, asked.trust_remote_code)
     for note in model.notes:
         print(note, file=sys.stderr)
-    prompt = (
-        {"text": asked.prompt} if asked.text else {"messages": [{"role": "user", "content": asked.prompt}]}
-    )
+    prompt = {"text": asked.prompt} if asked.text else {"messages": [{"role": "user", "content": asked.prompt}]}
     settings = {"max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature, "seed": asked.seed}
     print(models.answers(loaded, tokenizer, [prompt], **settings)[0])
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="what to ask: see above")
     parser.add_argument("--prompt", required=True, help="the question, put into the model's chat template")
     parser.add_argument(
@@ -48,16 +42,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the sampling, where the temperature is above 0"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling, where the temperature is above 0")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that a hub model brings")
     asked = parser.parse_args(argv)
     if asked.max_new_tokens < 1:
-        raise InputError(
-            f"--max_new_tokens {asked.max_new_tokens} leaves no room for an answer", "give 1 or more"
-        )
+        raise InputError(f"--max_new_tokens {asked.max_new_tokens} leaves no room for an answer", "give 1 or more")
     if asked.temperature < 0:
         raise InputError(f"--temperature {asked.temperature} is negative", "give 0 or more")
     if not asked.prompt.strip():
@@ -70,9 +60,7 @@ def _newest(name: str) -> str:
     folder = Path(name).expanduser()
     if not folder.is_dir() or has_weights(folder):
         return name
-    numbered = [
-        (int(one.name.partition("-")[2]), one) for one in folder.glob("checkpoint-[0-9]*") if has_weights(one)
-    ]
+    numbered = [(int(one.name.partition("-")[2]), one) for one in folder.glob("checkpoint-[0-9]*") if has_weights(one)]
     if not numbered:
         return name
     newest = str(max(numbered)[1])

@@ -13,10 +13,7 @@ def targets(makefile: str) -> "list[tuple[str, str]]":
 
 def recipes(folder: Path) -> "list[tuple[str, str]]":
     """(RECIPE=name, first comment) of each recipe in `folder`."""
-    found = [
-        (file.stem, file.read_text().partition("\n")[0].lstrip("# "))
-        for file in sorted(folder.glob("*.yaml"))
-    ]
+    found = [(file.stem, file.read_text().partition("\n")[0].lstrip("# ")) for file in sorted(folder.glob("*.yaml"))]
     return [("RECIPE=" + name, text) for name, text in found]
 
 

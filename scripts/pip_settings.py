@@ -27,9 +27,7 @@ def read(environ: Mapping[str, str]) -> dict[str, str]:
         for parser in parsers:
             if parser.has_section(section):
                 settings |= {_name(key): value for key, value in parser.items(section) if value}
-    return settings | {
-        _name(key[4:]): value for key, value in environ.items() if key.startswith("PIP_") and value
-    }
+    return settings | {_name(key[4:]): value for key, value in environ.items() if key.startswith("PIP_") and value}
 
 
 def config_files(environ: Mapping[str, str]) -> list[Path]:
@@ -46,9 +44,7 @@ def config_files(environ: Mapping[str, str]) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def for_uv(
-    settings: Mapping[str, str], environ: Mapping[str, str]
-) -> tuple[dict[str, str], list[str], list[str]]:
+def for_uv(settings: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, str], list[str], list[str]]:
     """(environment variables, flags, notes) for a uv command. What the user set for uv (`environ`) stays.
 
     Local folders that do not exist are left out with a note, for uv ends on them where pip goes on.

@@ -5,7 +5,6 @@ everything before a process is launched, and remembers where each value came fro
 """
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +52,8 @@ class RecipeArguments:
         default=None, metadata={"help": 'JSON: what your columns are called, {"prompt": "question", ...}'}
     )
     loss_on: str = field(default="answer", metadata={"help": "answer (where the rows have one) or all"})
-    eval_data: str | None = field(
-        default=None, metadata={"help": "held-out rows from here, not from the data"}
-    )
-    held_out_rows: int = field(
-        default=64, metadata={"help": "rows kept from training to measure on; 0: none"}
-    )
+    eval_data: str | None = field(default=None, metadata={"help": "held-out rows from here, not from the data"})
+    held_out_rows: int = field(default=64, metadata={"help": "rows kept from training to measure on; 0: none"})
     max_rows: int | None = field(default=None, metadata={"help": "read no more rows than this"})
     attn: str = field(
         default="auto",
@@ -119,9 +114,7 @@ def read(argv: list[str]) -> Asked:
     for key, (value, line) in _read_yaml(config).items() if config else ():
         where = f"{config}:{line}"
         if key not in defaults:
-            raise InputError(
-                f"{where}: unknown key {key!r}{nearest(key, defaults)}", "correct it or take it out"
-            )
+            raise InputError(f"{where}: unknown key {key!r}{nearest(key, defaults)}", "correct it or take it out")
         values[key] = _typed(actions[key], value, f"{where}: {key}")
         origins[key] = where
     for action in parser._actions:
@@ -129,9 +122,7 @@ def read(argv: list[str]) -> Asked:
     typed, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [f"--{key}" for key in defaults]
-        raise InputError(
-            f"unknown argument {unknown[0]}{nearest(unknown[0], flags)}", "`--help` lists all arguments"
-        )
+        raise InputError(f"unknown argument {unknown[0]}{nearest(unknown[0], flags)}", "`--help` lists all arguments")
     for key, value in vars(typed).items():
         values[key], origins[key] = value, f"command line --{key}"
     for key in values:
@@ -153,9 +144,7 @@ def _parser() -> Any:
 
     class Parser(TrlParser):
         def error(self, message: str) -> None:
-            raise InputError(
-                message.replace("argument ", "", 1), "`--help` lists all arguments and their types"
-            )
+            raise InputError(message.replace("argument ", "", 1), "`--help` lists all arguments and their types")
 
     return Parser((RecipeArguments, SFTConfig, ModelConfig), allow_abbrev=False)
 
@@ -166,9 +155,7 @@ def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
             rest = argv[:i] + argv[i + (1 if "=" in word else 2) :]
             name = word.partition("=")[2] if "=" in word else (argv[i + 1] if i + 1 < len(argv) else "")
             if not name:
-                raise InputError(
-                    "--config needs a file", "name a recipe, as in --config recipes/llama/zero3.yaml"
-                )
+                raise InputError("--config needs a file", "name a recipe, as in --config recipes/llama/zero3.yaml")
             return rest, Path(name)
     return argv, None
 
@@ -192,9 +179,7 @@ def _read_yaml(path: Path) -> dict[str, tuple[Any, int]]:
         problem = getattr(error, "problem", None) or error
         raise InputError(f"{path}{line}: no valid YAML: {problem}", "correct that line") from None
     if not isinstance(content, dict):
-        raise InputError(
-            f"{path}: expected `key: value` lines, found {type(content).__name__}", "see recipes/llama/"
-        )
+        raise InputError(f"{path}: expected `key: value` lines, found {type(content).__name__}", "see recipes/llama/")
     lines: dict[str, int] = {}
     for key_node, _ in node.value:
         if key_node.value in lines:
@@ -212,9 +197,7 @@ def _typed(action: Any, value: Any, where: str) -> Any:
         return value
     try:
         return action.type(str(value)) if action.type else value
-    except (
-        Exception
-    ) as error:  # argparse types raise what they like: ValueError, TypeError, ArgumentTypeError
+    except Exception as error:  # argparse types raise what they like: ValueError, TypeError, ArgumentTypeError
         name = getattr(action.type, "__name__", str(action.type)).replace("string_to_bool", "true or false")
         raise InputError(f"{where}: expected {name}, found {value!r}", "correct the value") from error
 
@@ -245,6 +228,6 @@ def _is_plain(value: Any) -> bool:
 def relative(path: str, config: Path | None) -> Path:
     """A path in a recipe: below the current folder, else beside the recipe, else below the checkout."""
     for base in (Path.cwd(), *([config.parent] if config else []), repository()):
-        if (base / os.path.expanduser(path)).exists():
-            return base / os.path.expanduser(path)
+        if (base / Path(path).expanduser()).exists():
+            return base / Path(path).expanduser()
     return Path(path)

@@ -24,9 +24,7 @@ def root() -> Path:
     if asked:
         if _writable(Path(asked)):
             return Path(asked).absolute()
-        raise InputError(
-            f"SLIPWAY_CACHE={asked} is not a folder that this user can write", "set it to one that is"
-        )
+        raise InputError(f"SLIPWAY_CACHE={asked} is not a folder that this user can write", "set it to one that is")
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "slipway"
     if _writable(usual):
         return usual.absolute()
@@ -34,9 +32,7 @@ def root() -> Path:
     if _writable(other) and other.stat().st_uid == os.getuid():
         print(f"cache: {usual} is not writable; using {other}", file=sys.stderr)
         return other
-    raise InputError(
-        f"neither {usual} nor {other} can be written", "set SLIPWAY_CACHE to a folder that can be"
-    )
+    raise InputError(f"neither {usual} nor {other} can be written", "set SLIPWAY_CACHE to a folder that can be")
 
 
 def _writable(folder: Path) -> bool:

@@ -72,9 +72,7 @@ class Watch(TrainerCallback):
             flush=True,
         )
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
         self.evaluations.append({"step": state.global_step, "loss": metrics["eval_loss"]})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

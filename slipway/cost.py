@@ -24,9 +24,7 @@ def of_run(plan: Plan, trainer: Any, watch: Any, began: float) -> dict[str, Any]
         peaks = [peak]
     useful = watch.useful_tokens / train_s
     card_peak = topology.peak_flops(plan.card, plan.precision) if plan.world.on_gpu else None
-    flops = models.flops_per_token(
-        trainer.accelerator.unwrap_model(trainer.model).config, plan.asked.get("max_length")
-    )
+    flops = models.flops_per_token(trainer.accelerator.unwrap_model(trainer.model).config, plan.asked.get("max_length"))
     return {
         "train_s": round(train_s, 2),
         "total_s": round(time.time() - began, 2),

@@ -80,8 +80,7 @@ def _compare_batch(config: dict[str, Any], found: _Found, fills: dict[str, Fill]
         factors = " x ".join(f"{size} ({key})" for key, size in sizes.items())
         ranks = "rank" if world_size == 1 else "ranks"
         found.add(
-            f"train_batch_size is {total}, but {factors} x {world_size} ({ranks}) = {right};"
-            f' write {right} or "auto"',
+            f'train_batch_size is {total}, but {factors} x {world_size} ({ranks}) = {right}; write {right} or "auto"',
             error=True,
         )
 
@@ -141,9 +140,7 @@ def _compare_scheduler(config: dict[str, Any], found: _Found, args: Arguments) -
         flat = ": the rate will not decay" if kind == "WarmupLR" else ""
         typed = _typed(args, "lr_scheduler_type")
         advice = "; drop the scheduler from the file, or the flag" if typed else ""
-        found.add(
-            f"the scheduler {kind} overrides {origin(args, 'lr_scheduler_type')}{flat}{advice}", error=typed
-        )
+        found.add(f"the scheduler {kind} overrides {origin(args, 'lr_scheduler_type')}{flat}{advice}", error=typed)
     if kind in SAME_CURVE and at(config, "scheduler.params.warmup_type", "log") == "log":
         found.add(
             f'the scheduler {kind} warms up by a logarithm; "warmup_type": "linear" is Hugging Face\'s way',

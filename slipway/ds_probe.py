@@ -106,9 +106,7 @@ def _run(path: tuple[str, ...], value: Any) -> Exception | None:
     section[path[-1]] = value
     try:
         DeepSpeedConfig(root)
-    except (
-        Exception
-    ) as error:  # a section where it wants a number can fail in any way; the caller looks at which
+    except Exception as error:  # a section where it wants a number can fail in any way; the caller looks at which
         return error
     return None
 
@@ -220,9 +218,7 @@ def _parameters(*classes: Any, also: tuple[str, ...] = ()) -> Node:
 def _optimizers() -> dict[str, Node]:
     found: dict[str, Node] = {name: {"types": ["object"], "open": True} for name in DEEPSPEED_OPTIMIZERS}
     popped = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # by the engine, before it builds an Adam
-    found["adam"] = found["adamw"] = _parameters(
-        adam.FusedAdam, adam.DeepSpeedCPUAdam, torch.optim.AdamW, also=popped
-    )
+    found["adam"] = found["adamw"] = _parameters(adam.FusedAdam, adam.DeepSpeedCPUAdam, torch.optim.AdamW, also=popped)
     found["adagrad"] = _parameters(adagrad.DeepSpeedCPUAdagrad, torch.optim.Adagrad)
     found["lion"] = _parameters(lion.FusedLion, lion.DeepSpeedCPULion)
     found["lamb"] = _parameters(lamb.FusedLamb)
@@ -238,11 +234,7 @@ def _schedulers() -> dict[str, Node]:
 def _torch_classes(module: Any, base: Any, known: dict[str, Node]) -> dict[str, Node]:
     """DeepSpeed falls back on torch's own class of that name."""
     classes = [one for one in vars(module).values() if inspect.isclass(one) and issubclass(one, base)]
-    return {
-        one.__name__: _parameters(one)
-        for one in classes
-        if one is not base and one.__name__.lower() not in known
-    }
+    return {one.__name__: _parameters(one) for one in classes if one is not base and one.__name__.lower() not in known}
 
 
 def _build() -> Node:
@@ -250,8 +242,7 @@ def _build() -> Node:
     DeepSpeedConfig(root)
     return {
         "types": ["object"],
-        "keys": {key: _explore((key,), default) for key, default in root.keys_asked.items()}
-        | _told_below(""),
+        "keys": {key: _explore((key,), default) for key, default in root.keys_asked.items()} | _told_below(""),
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
     }

@@ -117,19 +117,13 @@ def _from_hidden_size(hidden_size: int, stage: int) -> dict[str, Fill]:
     if stage == 3:
         sizes["stage3_prefetch_bucket_size"] = int(0.9 * square)
         sizes["stage3_param_persistence_threshold"] = 10 * hidden_size
-    return {
-        f"zero_optimization.{key}": Fill(size, f"hidden_size {hidden_size}") for key, size in sizes.items()
-    }
+    return {f"zero_optimization.{key}": Fill(size, f"hidden_size {hidden_size}") for key, size in sizes.items()}
 
 
 def _unfilled(key: str) -> Fill:
     """DeepSpeed drops an "auto" that no one filled in, as for stage 3's sizes at another stage."""
     default = default_of(key)
-    return (
-        Fill(None, "counted when the data is read")
-        if default is None
-        else Fill(default, "DeepSpeed's default")
-    )
+    return Fill(None, "counted when the data is read") if default is None else Fill(default, "DeepSpeed's default")
 
 
 def _added(config: dict[str, Any], dtype: str) -> Iterator[tuple[str, Fill]]:

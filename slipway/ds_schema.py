@@ -70,9 +70,7 @@ def _make(folder: Path) -> None:
     )
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise InputError(
-            f"DeepSpeed could not be read for the keys of a ds_config: {last}", "make the setup anew"
-        )
+        raise InputError(f"DeepSpeed could not be read for the keys of a ds_config: {last}", "make the setup anew")
 
 
 def leaves(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -95,9 +93,7 @@ def at(config: dict[str, Any], dotted: str, default: Any = None) -> Any:
 
 def params_of(section: str, kind: str) -> Node:
     """The node of the params of an "optimizer" or "scheduler" of this type; one that takes any if unknown."""
-    known = schema()[
-        f"{section}s"
-    ]  # DeepSpeed's own optimizers go by lower case, torch's and schedulers do not
+    known = schema()[f"{section}s"]  # DeepSpeed's own optimizers go by lower case, torch's and schedulers do not
     return known.get(kind) or known.get(kind.lower()) or {"types": ["object"], "open": True}
 
 

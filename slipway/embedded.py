@@ -99,9 +99,7 @@ def _reader(file: Path) -> Any:
     try:
         return GGUFReader(file)
     except (ValueError, IndexError, OverflowError) as error:
-        raise InputError(
-            f"{file} is a broken GGUF file, or one cut short ({error})", "download it again"
-        ) from error
+        raise InputError(f"{file} is a broken GGUF file, or one cut short ({error})", "download it again") from error
 
 
 def _smollm2_file() -> Path:
@@ -151,9 +149,7 @@ def _cut_tokenizer(source: Path, size: int) -> Any:
     fields = _reader(source).fields
     tokens = fields["tokenizer.ggml.tokens"].contents(slice(0, size))
     kinds = fields["tokenizer.ggml.token_type"].contents(slice(0, size))
-    special = [
-        token for token, kind in zip(tokens, kinds, strict=True) if kind == 3
-    ]  # gguf.TokenType.CONTROL
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]  # gguf.TokenType.CONTROL
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents(slice(0, size))]
     merges = [pair for pair in pairs if "".join(pair) in vocabulary]
@@ -161,9 +157,7 @@ def _cut_tokenizer(source: Path, size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    named = {
-        key: tokens[fields[f"tokenizer.ggml.{field}_token_id"].contents()] for key, field in SPECIAL.items()
-    }
+    named = {key: tokens[fields[f"tokenizer.ggml.{field}_token_id"].contents()] for key, field in SPECIAL.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=fields[CHAT_TEMPLATE_KEY].contents(), **named
     )

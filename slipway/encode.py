@@ -190,9 +190,7 @@ class _Rows:
 
 def _encode(path: Path, tokenizer: Any, asked: dict, opened: sources.Source) -> _Rows:
     tally, found = Counter(), {}
-    labeler = labels.Labeler(
-        tokenizer, asked["max_length"], asked["vocab_size"], asked["loss_on"] == "all", tally
-    )
+    labeler = labels.Labeler(tokenizer, asked["max_length"], asked["vocab_size"], asked["loss_on"] == "all", tally)
     rows = _Rows(pack.Encoded(path), tally, found, [])
     examples = shapes.examples(
         itertools.islice(opened.rows(), asked["max_rows"]),
@@ -222,8 +220,7 @@ def _nothing(name: str, tally: Counter, labeler: labels.Labeler) -> InputError:
     needs = f"the shortest needs {labeler.shortest}"
     if tally[labels.TOO_LONG] == read:
         return InputError(
-            f"{name}: all {read} rows are longer than max_length {length} and keep nothing of their answer: "
-            f"{needs}",
+            f"{name}: all {read} rows are longer than max_length {length} and keep nothing of their answer: {needs}",
             f"give max_length of {labeler.shortest} or more",
         )
     if tally[labels.NO_LABELS] == read:
@@ -231,9 +228,7 @@ def _nothing(name: str, tally: Counter, labeler: labels.Labeler) -> InputError:
     rules = {rule: tally[rule] for rule in DROPPED if tally[rule]}
     said = ", ".join(f"{count} with {rule}" for rule, count in rules.items())
     said += f" ({length} tokens; {needs})" if tally[labels.TOO_LONG] else ""
-    return InputError(
-        f"{name}: no usable row: {read} rows read, {said}", "mend the rows, or name the right columns"
-    )
+    return InputError(f"{name}: no usable row: {read} rows read, {said}", "mend the rows, or name the right columns")
 
 
 def _facts(train: _Rows, other: _Rows, places: list[int], chosen: list[int], asked: dict) -> dict:

@@ -61,9 +61,7 @@ def find(source: str) -> tuple[list[Path], list[str]]:
         raise InputError(f"{source}: no such file or folder{_near(path)}", "mend the path")
     if suffix(path) not in READERS:
         kind = f"the suffix {path.suffix}" if path.suffix else "no suffix"
-        raise InputError(
-            f"{source} has {kind}; read are {_KNOWN}", "convert the file, or rename it if it is one"
-        )
+        raise InputError(f"{source} has {kind}; read are {_KNOWN}", "convert the file, or rename it if it is one")
     return [path], []
 
 
@@ -116,9 +114,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise InputError(
                     f"{path}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at offset {at} of the file"
                     f"{', which starts like UTF-16' if wide else ''})",
-                    "save it as UTF-8, for example: iconv -f "
-                    + ("UTF-16" if wide else "ISO-8859-1")
-                    + " -t UTF-8",
+                    "save it as UTF-8, for example: iconv -f " + ("UTF-16" if wide else "ISO-8859-1") + " -t UTF-8",
                 ) from error
             yield number, text.removeprefix("\ufeff") if number == 1 else text
             offset += len(raw)
@@ -184,9 +180,7 @@ def _unwrap(path: Path, row: Row) -> Iterator[Row]:
 
     lists = [name for name, value in row.data.items() if is_rows(value) and "role" not in value[0]]
     if len(lists) > 1:
-        raise InputError(
-            f"{path} holds {len(lists)} lists of rows: {', '.join(lists)}", "put one list in a file"
-        )
+        raise InputError(f"{path} holds {len(lists)} lists of rows: {', '.join(lists)}", "put one list in a file")
     if not lists:
         yield row
         return
@@ -218,9 +212,7 @@ def _bad_json(path: Path, line: int | None, error: json.JSONDecodeError) -> Inpu
 def _object(where: str, data: object) -> Row:
     if not isinstance(data, dict):
         shown = json.dumps(data)[:40]
-        raise InputError(
-            f"{where}: expected an object with columns, found {shown}", 'write {"text": ...} or the like'
-        )
+        raise InputError(f"{where}: expected an object with columns, found {shown}", 'write {"text": ...} or the like')
     return Row(where, data)
 
 
@@ -243,9 +235,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 )
             yield Row(f"{path}:{reader.line_num}", dict(zip(header, fields, strict=True)))
     except csv.Error as error:
-        raise InputError(
-            f"{path}:{reader.line_num}: no valid CSV ({error})", "mend the quotes of this row"
-        ) from error
+        raise InputError(f"{path}:{reader.line_num}: no valid CSV ({error})", "mend the quotes of this row") from error
 
 
 def _header(path: Path, fields: list[str]) -> list[str]:

@@ -42,9 +42,7 @@ def find(name: str, revision: str | None, token: str | None, hint: str = "") -> 
         info = HfApi().model_info(name, revision=revision, token=token, timeout=TIMEOUT_S)
         files = tuple(sibling.rfilename for sibling in info.siblings or ())
         for small in ("config.json", "adapter_config.json"):
-            if (
-                small in files
-            ):  # a gated repository shows its list to all, but its files only to those who may
+            if small in files:  # a gated repository shows its list to all, but its files only to those who may
                 _download_small(name, small, revision, token)
         return Found(files, info.sha)
     except HFValidationError as error:
@@ -111,9 +109,7 @@ def _refused(name: str, revision: str | None, error: OSError, hint: str) -> Inpu
             f"accept the licence at {page}, then {log_in}",
         )
     if isinstance(error, RevisionNotFoundError):
-        return InputError(
-            f"MODEL={name} has no revision {revision!r}", f"see the branches and tags at {page}"
-        )
+        return InputError(f"MODEL={name} has no revision {revision!r}", f"see the branches and tags at {page}")
     if isinstance(error, RepositoryNotFoundError) or code == 404:
         return InputError(
             f"MODEL={name}: the hub knows no such model, or it is private and this login cannot see it{hint}",
@@ -142,9 +138,7 @@ def _not_reached(name: str, error: Exception, hint: str) -> InputError:
         )
     said = " ".join(str(error).split())[:150] or type(error).__name__
     if isinstance(error, HfHubHTTPError):
-        return InputError(
-            f"MODEL={name}: the hub at {constants.ENDPOINT} is in trouble ({said})", "try again later"
-        )
+        return InputError(f"MODEL={name}: the hub at {constants.ENDPOINT} is in trouble ({said})", "try again later")
     if isinstance(error, ValueError | TypeError):
         return InputError(
             f"MODEL={name}: what answers at {constants.ENDPOINT} is no model hub ({said})",

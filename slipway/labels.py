@@ -76,9 +76,7 @@ class Labeler:
     @cached_property
     def _eos(self) -> list[int]:
         if self.tokenizer.eos_token_id is None:
-            raise InputError(
-                "the tokenizer has no end token, so answers would never end", "set its eos_token"
-            )
+            raise InputError("the tokenizer has no end token, so answers would never end", "set its eos_token")
         return [self.tokenizer.eos_token_id]
 
     @cached_property
@@ -142,9 +140,7 @@ class Labeler:
             verbose=False,
         )
         rows = []
-        for (text, spans), ids, offsets in zip(
-            rendered, coded["input_ids"], coded["offset_mapping"], strict=True
-        ):
+        for (text, spans), ids, offsets in zip(rendered, coded["input_ids"], coded["offset_mapping"], strict=True):
             ids, labels = self._label(text, spans, ids, offsets)
             rows.append((ids, labels))
         return rows
@@ -217,9 +213,7 @@ class Labeler:
         if self.loss_on_all:
             return text, []
         turns = [
-            turn
-            for turn in range(one.content["answers_from"], len(messages))
-            if messages[turn]["role"] == "assistant"
+            turn for turn in range(one.content["answers_from"], len(messages)) if messages[turn]["role"] == "assistant"
         ]
         spans = [self._grown(one, messages, turn, text) for turn in turns]
         if None in spans:

@@ -53,9 +53,7 @@ def load(
             "they would start at random: give a folder that holds all of the model, its head too",
         )
     if model.kind == "hub":
-        loaded.name_or_path = loaded.config._name_or_path = (
-            model.name
-        )  # what an adapter will name as its base
+        loaded.name_or_path = loaded.config._name_or_path = model.name  # what an adapter will name as its base
     _fit(loaded, tokenizer, model.notes)
     return loaded
 
@@ -65,13 +63,9 @@ def _check_options(zero3: bool, quantization: Any, device_map: Any) -> None:
 
     if zero3 and (device_map is not None or quantization is not None):
         what = "a device_map" if device_map is not None else "quantized weights (QLoRA)"
-        raise InputError(
-            f"{what} and ZeRO-3 exclude each other: ZeRO-3 places the weights", "take a ZeRO-2 recipe"
-        )
+        raise InputError(f"{what} and ZeRO-3 exclude each other: ZeRO-3 places the weights", "take a ZeRO-2 recipe")
     if zero3 != is_deepspeed_zero3_enabled():
-        raise RuntimeError(
-            f"zero3={zero3}, but transformers holds the opposite: build the TrainingArguments first"
-        )
+        raise RuntimeError(f"zero3={zero3}, but transformers holds the opposite: build the TrainingArguments first")
 
 
 def _source(model: Any, tokenizer: Any, dtype: Any, token: str | None) -> tuple[str, str | None]:
@@ -116,9 +110,7 @@ def resize(loaded: Any, rows: int) -> None:
     had = loaded.config.get_text_config().vocab_size
     loaded.resize_token_embeddings(rows, mean_resizing=False)
     modules = (loaded.get_input_embeddings(), loaded.get_output_embeddings())
-    for table in {
-        id(module.weight): module.weight for module in modules
-    }.values():  # one, where they are tied
+    for table in {id(module.weight): module.weight for module in modules}.values():  # one, where they are tied
         if is_deepspeed_zero3_enabled():
             import deepspeed
 
@@ -143,10 +135,7 @@ def _repair_generation_config(loaded: Any, notes: list[str]) -> None:
         loaded.generation_config.validate(strict=True)
         notes.append(f"generation config contradicted itself ({reason}): do_sample set to true")
     except ValueError:
-        kept = {
-            key: getattr(loaded.generation_config, key)
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
+        kept = {key: getattr(loaded.generation_config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         loaded.generation_config = GenerationConfig(**kept)
         notes.append(f"generation config was invalid ({reason}): replaced by the default one")
 
@@ -163,9 +152,7 @@ def adapter_model(model: Any, tokenizer: Any, *, dtype: Any) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(base.path, revision=base.revision, dtype=dtype)
     rows = _adapter_rows(Path(model.path))
     if rows and rows != loaded.config.get_text_config().vocab_size:
-        resize(
-            loaded, rows
-        )  # the adapter was trained, and saved, with the embeddings of a resized vocabulary
+        resize(loaded, rows)  # the adapter was trained, and saved, with the embeddings of a resized vocabulary
     merged = PeftModel.from_pretrained(loaded, model.path).merge_and_unload()
     _fit(merged, tokenizer, model.notes)
     return merged
@@ -190,9 +177,7 @@ def merge(adapter_folder: str | Path, out_folder: str | Path) -> None:
 
     model = resolve(str(adapter_folder))
     if model.kind != "adapter":
-        raise InputError(
-            f"{adapter_folder} is no adapter but a whole model ({model.kind})", "nothing is to be merged"
-        )
+        raise InputError(f"{adapter_folder} is no adapter but a whole model ({model.kind})", "nothing is to be merged")
     _write_merged(model, load_tokenizer(model), model.config.dtype or "auto", Path(out_folder))
 
 
@@ -206,9 +191,7 @@ def _write_merged(model: Any, tokenizer: Any, dtype: Any, to: Path) -> None:
 def _merged_in_cache(model: Any, tokenizer: Any, dtype: Any) -> Path:
     """The merged model as a folder, made by whichever rank comes first: ZeRO-3 loads from files."""
     stat = (Path(model.path) / weights.ADAPTER).stat()
-    key = hashlib.sha256(
-        repr((Path(model.path).resolve(), stat.st_mtime_ns, stat.st_size, str(dtype))).encode()
-    )
+    key = hashlib.sha256(repr((Path(model.path).resolve(), stat.st_mtime_ns, stat.st_size, str(dtype))).encode())
     with _without_zero3():
         return cache.build(
             f"models/merged-{key.hexdigest()[:12]}", lambda to: _write_merged(model, tokenizer, dtype, to)

@@ -98,6 +98,4 @@ def check_writable(folder: Path) -> None:
     if not parent.is_dir():
         raise InputError(f"OUTPUT {folder}: {parent} is a file", "name a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(
-            f"OUTPUT {folder}: {parent} cannot be written by user {os.getuid()}", "name another folder"
-        )
+        raise InputError(f"OUTPUT {folder}: {parent} cannot be written by user {os.getuid()}", "name another folder")

@@ -64,9 +64,7 @@ def resolve(
         model = _in_folder(name, embedded.folder(name), "embedded", trust_remote_code)
     elif path.is_file():
         model = _in_folder(name, embedded.gguf(path), "gguf", trust_remote_code)
-    elif (path / "adapter_config.json").is_file() and not any(
-        (path / one).is_file() for one in weights.SINGLE
-    ):
+    elif (path / "adapter_config.json").is_file() and not any((path / one).is_file() for one in weights.SINGLE):
         model = _adapter(name, path, token, trust_remote_code)
     elif path.is_dir():
         model = _in_folder(name, path, "folder", trust_remote_code)
@@ -94,9 +92,7 @@ def _no_model(folder: Path) -> InputError:
         fix = f"to use the GGUF file give its own path, MODEL={ggufs[0]}"
     elif checkpoints:
         fix = f"to use a checkpoint give its own path, such as MODEL={checkpoints[-1]}"
-    return InputError(
-        f"MODEL={folder} is no model: it has no config.json; found: {weights.listing(folder)}", fix
-    )
+    return InputError(f"MODEL={folder} is no model: it has no config.json; found: {weights.listing(folder)}", fix)
 
 
 def _adapter(name: str, folder: Path, token: str | None, trust_remote_code: bool) -> Model:
@@ -104,9 +100,7 @@ def _adapter(name: str, folder: Path, token: str | None, trust_remote_code: bool
     try:
         base = json.loads(file.read_text())["base_model_name_or_path"]
     except (ValueError, KeyError) as error:
-        raise InputError(
-            f"{file} names no base model ({error!r})", "set base_model_name_or_path in it"
-        ) from error
+        raise InputError(f"{file} names no base model ({error!r})", "set base_model_name_or_path in it") from error
     weights.check_folder(folder)
     if not Path(base).exists():
         base = embedded.named_like(base) or base  # trained from an embedded model on another machine
@@ -159,9 +153,7 @@ def _config(name: str, path: str, revision: str | None, token: str | None, trust
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
-            path, revision=revision, token=token, trust_remote_code=trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(path, revision=revision, token=token, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
         fix = "correct config.json there, or copy it again"
         if "trust_remote_code" in str(error):
@@ -197,11 +189,7 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
 def _like_a_path(name: str) -> bool:
     """Whether a name that does not exist was meant as a path; hub ids have one slash at most."""
     parts = Path(name).parts
-    odd = (
-        name.startswith((".", "/", "~"))
-        or name.endswith(("/", ".gguf", ".safetensors", ".bin"))
-        or len(parts) > 2
-    )
+    odd = name.startswith((".", "/", "~")) or name.endswith(("/", ".gguf", ".safetensors", ".bin")) or len(parts) > 2
     return odd or (len(parts) == 2 and Path(parts[0]).is_dir())
 
 
@@ -214,7 +202,5 @@ def _no_such_path(path: Path) -> InputError:
     similar = ", ".join(str(parent / one) for one in close)
     return InputError(
         f"MODEL={path} does not exist ({parent if str(parent) != '.' else 'this folder'} has no {wanted})",
-        f"did you mean {similar}?"
-        if similar
-        else "give an existing folder, a GGUF file, a hub id or smollm2-135m",
+        f"did you mean {similar}?" if similar else "give an existing folder, a GGUF file, a hub id or smollm2-135m",
     )

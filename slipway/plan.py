@@ -43,6 +43,11 @@ class Plan:
 
         return torch.cuda.get_device_name(0) if self.world.on_gpu else "CPU"
 
+    @property
+    def prompts(self) -> list[dict[str, Any]]:
+        """The held-out prompts to answer before and after."""
+        return self.data.prompts[: self.asked.get("samples")]
+
     def must_get(self) -> dict[str, Any]:
         """What record.compare holds the run to."""
         facts = {
@@ -78,9 +83,7 @@ class Plan:
 
     def for_trainer(self) -> Asked:
         """The asked values with those that follow from the plan: the Trainer's side of what slipway does."""
-        asked = Asked(
-            dict(self.asked.values), dict(self.asked.origins), self.asked.defaults, self.asked.config
-        )
+        asked = Asked(dict(self.asked.values), dict(self.asked.origins), self.asked.defaults, self.asked.config)
         set_by_us = {
             "dataset_kwargs": {"skip_prepare_dataset": True},
             "eval_on_start": len(self.data.held_out) > 0,

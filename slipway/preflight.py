@@ -34,28 +34,25 @@ def check(argv: list[str], world: World) -> Plan:
     notices = _demonstrate(asked, world)
     output = check_output(asked)
     precision = topology.precision(world, *_asked_precision(asked))
-    for key in ("bf16", "fp16"):
-        asked.set(key, precision == key, asked.origin(key) if key in asked.values else "the hardware")
+    _set_precision(asked, precision)
     config, ds_path = _read_ds_config(asked)
     if config is not None:
         notices += _check_ds_config(config, ds_path, asked, world)
+        precision = ds_config.precision_of(config, precision)  # a file that says fp16 is followed, and said
+        _set_precision(asked, precision)
     facts = ds_config.facts_of(config)
     _check_quantized(asked, facts, world)
     choice = attention.choose(
         asked.get("attn"), dtype=precision, packing=asked.get("packing"), device=attention.Device.current()
     )
-    model = models.resolve(
-        asked.get("model_name_or_path") or "smollm2-135m", revision=asked.get("model_revision")
-    )
+    model = models.resolve(asked.get("model_name_or_path") or "smollm2-135m", revision=asked.get("model_revision"))
     tokenizer = models.load_tokenizer(model)
     parameters = models.parameters(model.config)
     _check_memory(asked, parameters, facts, precision, world, output)
     data = _prepare(asked, model, tokenizer, world)
     values = {key: (asked.get(key), asked.origin(key)) for key in asked.defaults}
     resolved, origins = (
-        ds_config.resolve(config, values, world.size, model.config.hidden_size, precision)
-        if config
-        else (None, {})
+        ds_config.resolve(config, values, world.size, model.config.hidden_size, precision) if config else (None, {})
     )
     return Plan(
         asked=asked,
@@ -77,6 +74,11 @@ def check(argv: list[str], world: World) -> Plan:
     )
 
 
+def _set_precision(asked: Asked, precision: str) -> None:
+    for key in ("bf16", "fp16"):
+        asked.set(key, precision == key, asked.origin(key) if key in asked.values else "the hardware")
+
+
 def _check_quantized(asked: Asked, facts: dict[str, Any], world: World) -> None:
     key = "load_in_4bit" if asked.get("load_in_4bit") else "load_in_8bit"
     if not asked.get(key):
@@ -87,9 +89,7 @@ def _check_quantized(asked: Asked, facts: dict[str, Any], world: World) -> None:
             "RECIPE=lora trains the same adapter on unquantized weights",
         )
     if facts["zero_stage"] == 3:
-        raise InputError(
-            f"{asked.origin(key)}: ZeRO-3 cannot partition quantized weights", "ZeRO-2: RECIPE=qlora"
-        )
+        raise InputError(f"{asked.origin(key)}: ZeRO-3 cannot partition quantized weights", "ZeRO-2: RECIPE=qlora")
 
 
 def _demonstrate(asked: Asked, world: World) -> list[str]:
@@ -102,9 +102,7 @@ def _demonstrate(asked: Asked, world: World) -> list[str]:
     for key, value in changed.items():
         asked.set(key, value, "demonstration on a CPU")
     steps = asked.get("max_steps")
-    return [
-        f"no GPU, embedded data: a demonstration of {steps} steps of {asked.get('max_length')}-token blocks"
-    ]
+    return [f"no GPU, embedded data: a demonstration of {steps} steps of {asked.get('max_length')}-token blocks"]
 
 
 def check_output(asked: Asked) -> Path:
@@ -118,9 +116,7 @@ def check_output(asked: Asked) -> Path:
         return output
     earlier = record.read(output)
     if earlier is None:
-        raise InputError(
-            f"OUTPUT {output} is not empty and holds no run", "name another folder; nothing was changed"
-        )
+        raise InputError(f"OUTPUT {output} is not empty and holds no run", "name another folder; nothing was changed")
     if not asked.get("overwrite"):
         status = "a finished" if earlier["status"] == "finished" else "an unfinished"
         resume = " or --resume_from_checkpoint true" if any(output.glob("checkpoint-*")) else ""
@@ -151,11 +147,7 @@ def _asked_precision(asked: Asked) -> tuple[bool | None, bool | None, str]:
 def _read_ds_config(asked: Asked) -> tuple[dict[str, Any] | None, str | None]:
     """The ds_config of --deepspeed or of accelerate's launcher; two different ones are refused."""
     name, launcher = asked.get("deepspeed"), os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if (
-        name
-        and launcher
-        and Path(launcher).resolve() != arguments.relative(str(name), asked.config).resolve()
-    ):
+    if name and launcher and Path(launcher).resolve() != arguments.relative(str(name), asked.config).resolve():
         raise InputError(
             f"two ds_configs: {name} ({asked.origin('deepspeed')}) and {launcher} (accelerate launch)",
             "name one",
@@ -183,9 +175,7 @@ def _check_ds_config(config: dict[str, Any], path: str, asked: Asked, world: Wor
 def _check_memory(
     asked: Asked, parameters: int, facts: dict[str, Any], precision: str, world: World, output: Path
 ) -> None:
-    trainable = (
-        parameters // 50 if asked.get("use_peft") else parameters
-    )  # an adapter is a few per cent at most
+    trainable = parameters // 50 if asked.get("use_peft") else parameters  # an adapter is a few per cent at most
     size = memory.Size(parameters, trainable, 4 if precision == "fp32" else 2)
     if os.environ.get("RANK", "0") == "0":
         kept = asked.get("save_total_limit") or 3

@@ -35,8 +35,7 @@ class Record:
             "asked": asked,
             "got": {},
             "cost": {},
-            "versions": {name: metadata.version(name) for name in PACKAGES}
-            | {"python": platform.python_version()},
+            "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
         }
 
     def add(self, **parts: Any) -> None:
@@ -82,18 +81,14 @@ def got(trainer: Any) -> dict[str, Any]:
         facts["offload_param"] = _device(engine.zero_offload_param())
         facts["dtype"] = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     else:
-        facts["dtype"] = {"no": "fp32"}.get(
-            trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision
-        )
+        facts["dtype"] = {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
     facts["gradient_accumulation_steps"] = trainer.args.gradient_accumulation_steps
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     adapter = {name for name in sizes if "lora_" in name or "modules_to_save" in name}
     facts["parameters"] = sum(sizes.values())
     facts["trainable"] = sum(sizes[name] for name in trained)
-    facts["trained"] = (
-        "adapter" if adapter and trained == adapter else "all" if trained == set(sizes) else "some"
-    )
+    facts["trained"] = "adapter" if adapter and trained == adapter else "all" if trained == set(sizes) else "some"
     return facts
 
 

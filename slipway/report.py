@@ -53,18 +53,13 @@ def show_plan(plan: Any) -> None:
     )
     table.add_row(
         "data",
-        f"{asked.get('dataset_name')}: {rows['train_rows']:,} rows to train on, "
-        f"{rows['held_out_rows']:,} held out",
+        f"{asked.get('dataset_name')}: {rows['train_rows']:,} rows to train on, {rows['held_out_rows']:,} held out",
     )
     for line in plan.data_lines:
         table.add_row("", line)
     where = f"{world.size} x {plan.card}" if world.on_gpu else f"{world.size} CPU ranks"
     engine = (
-        f"DeepSpeed, ZeRO stage {facts['zero_stage']}"
-        if plan.ds_config
-        else "DDP"
-        if world.size > 1
-        else "one process"
+        f"DeepSpeed, ZeRO stage {facts['zero_stage']}" if plan.ds_config else "DDP" if world.size > 1 else "one process"
     )
     offload = [
         f"{what} on {facts[key]}"
@@ -124,9 +119,7 @@ def show_result(content: dict[str, Any], samples: list[dict[str, str]]) -> None:
     out.print(table)
 
 
-def plot_losses(
-    path: Path, losses: list[dict[str, float]], evaluations: list[dict[str, float]], title: str
-) -> None:
+def plot_losses(path: Path, losses: list[dict[str, float]], evaluations: list[dict[str, float]], title: str) -> None:
     """loss.png: training loss by step, held-out loss where it was measured."""
     import matplotlib
 
@@ -134,13 +127,9 @@ def plot_losses(
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(
-        [row["step"] for row in losses], [row["loss"] for row in losses], label="training", linewidth=1.5
-    )
+    axes.plot([row["step"] for row in losses], [row["loss"] for row in losses], label="training", linewidth=1.5)
     if evaluations:
-        axes.plot(
-            [row["step"] for row in evaluations], [row["loss"] for row in evaluations], "o-", label="held-out"
-        )
+        axes.plot([row["step"] for row in evaluations], [row["loss"] for row in evaluations], "o-", label="held-out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -169,10 +158,7 @@ def write_card(path: Path, content: dict[str, Any]) -> None:
         lines += [
             "| held-out | before | after |",
             "|---|---|---|",
-            *(
-                f"| {key} | {held['before'][key]:.4f} | {held['after'][key]:.4f} |"
-                for key in ("loss", "perplexity")
-            ),
+            *(f"| {key} | {held['before'][key]:.4f} | {held['after'][key]:.4f} |" for key in ("loss", "perplexity")),
             "",
         ]
     lines += ["`run.json` beside this file has every argument, version and loss; `loss.png` the curve.", ""]

@@ -31,8 +31,7 @@ _LOOKED_AT = 1000  # rows that the shape is looked for in
 
 # The prompt of Stanford Alpaca (tatsu-lab/stanford_alpaca), for tokenizers without a chat template.
 _ALPACA = (
-    "Below is an instruction that describes a task{}. "
-    "Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 ALPACA = _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_INPUT = (
@@ -150,9 +149,7 @@ def _find_shape(rows: list[Row], shape: str | None) -> tuple[Row, str]:
                 f"{first.where}: prompts without answers: a column {prompt} but no {answer}; found: {names}",
                 _HOW_TO_NAME,
             )
-    raise InputError(
-        f"{first.where}: the columns fit no shape; found: {names}", f"{_HOW_TO_NAME}; {_ACCEPTED}"
-    )
+    raise InputError(f"{first.where}: the columns fit no shape; found: {names}", f"{_HOW_TO_NAME}; {_ACCEPTED}")
 
 
 _HOW_TO_NAME = 'rename the columns, or say which is which: columns {"prompt": "yours", "completion": "yours"}'
@@ -194,8 +191,7 @@ def _text(where: str, column: str, value: object) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{where}: column {column}: half of a character (\\u{ord(value[error.start]):04x}) "
-            f"at place {error.start}",
+            f"{where}: column {column}: half of a character (\\u{ord(value[error.start]):04x}) at place {error.start}",
             "mend or delete the row",
         ) from error
     return value
@@ -212,13 +208,9 @@ def _messages(where: str, column: str, value: object) -> list[dict]:
             raise _wrong_type(where, place, 'an object with "role" and "content"', message)
         if message["role"] not in ROLES:
             known = nearest(str(message["role"]), ROLES)
-            raise InputError(
-                f"{where}: {place}: no role {message['role']!r}{known}", f"roles: {', '.join(ROLES)}"
-            )
+            raise InputError(f"{where}: {place}: no role {message['role']!r}{known}", f"roles: {', '.join(ROLES)}")
         content = _text(where, f"{place}.content", message["content"])
-        clean.append(
-            {name: item for name, item in message.items() if item is not None} | {"content": content}
-        )
+        clean.append({name: item for name, item in message.items() if item is not None} | {"content": content})
     return clean
 
 
@@ -279,9 +271,7 @@ def _check_ids(row: Row, chat: bool) -> dict | str:
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise _wrong_type(row.where, name, "a list of whole numbers", value)
         if len(value) != len(ids):
-            raise InputError(
-                f"{row.where}: {len(ids)} input_ids but {len(value)} {name}", "give one label a token"
-            )
+            raise InputError(f"{row.where}: {len(ids)} input_ids but {len(value)} {name}", "give one label a token")
     return {"input_ids": ids, "labels": ids if labels is None else labels}
 
 

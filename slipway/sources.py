@@ -13,8 +13,7 @@ EMBEDDED = "docstrings"
 PROBE_SECONDS = 5
 
 _LOG_IN = (
-    "check the name; a private or gated one needs `hf auth login` (or HF_TOKEN), and its terms accepted on "
-    "its page"
+    "check the name; a private or gated one needs `hf auth login` (or HF_TOKEN), and its terms accepted on its page"
 )
 _OFFLINE = (
     "check the network and the proxy settings, or give a local file; what was downloaded before "
@@ -77,8 +76,7 @@ def _hub(name: str, split: str, config: str | None) -> Source:
         ) from error
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError, OSError) as error:
         raise InputError(
-            f"the hub's dataset {name} (config {config or 'default'}, split {split}) cannot be loaded: "
-            f"{_line(error)}",
+            f"the hub's dataset {name} (config {config or 'default'}, split {split}) cannot be loaded: {_line(error)}",
             "mend the config or the split (NAME:SPLIT), or download its files and give their folder",
         ) from error
 
@@ -102,9 +100,7 @@ def _probe(name: str) -> None:
     except errors.RepositoryNotFoundError as error:
         raise InputError(f"{nowhere}the hub knows no such dataset", _LOG_IN) from error
     except errors.HFValidationError as error:
-        raise InputError(
-            f"{nowhere}no hub id is written so ({_line(error)})", "a hub id is OWNER/NAME"
-        ) from error
+        raise InputError(f"{nowhere}no hub id is written so ({_line(error)})", "a hub id is OWNER/NAME") from error
     except (errors.HTTPError, OSError, ValueError) as error:
         raise InputError(f"{nowhere}the hub cannot be asked ({_line(error)})", _OFFLINE) from error
 

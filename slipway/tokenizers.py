@@ -64,9 +64,7 @@ def load_tokenizer(model: Any, *, token: str | None = None, trust_remote_code: b
     _name_pad_token(tokenizer, model.notes)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = plain_template(tokenizer)
-        model.notes.append(
-            "no chat template in this base model: chats are written as ### Instruction / ### Response"
-        )
+        model.notes.append("no chat template in this base model: chats are written as ### Instruction / ### Response")
     return tokenizer
 
 
@@ -102,17 +100,13 @@ def _open(model: Any, source: str, token: str | None, trust_remote_code: bool) -
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, token=token, trust_remote_code=trust_remote_code
         )
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises plain Exception for a file that it cannot parse
+    except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot parse
         raise InputError(
             f"MODEL={model.name}: its tokenizer cannot be loaded: {str(error)[:300]}",
             "look at tokenizer.json and tokenizer_config.json there, or copy them again",
         ) from error
     if not tokenizer("hello world").input_ids:
-        raise InputError(
-            f"MODEL={model.name}: its tokenizer makes no token of a text", "copy its files again"
-        )
+        raise InputError(f"MODEL={model.name}: its tokenizer makes no token of a text", "copy its files again")
     return tokenizer
 
 

@@ -1,11 +1,13 @@
 """The machine a run is launched on: its GPUs, how many ranks, and what CPU ranks need to run the real engine."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -53,9 +55,7 @@ def plan(nproc: int | None) -> World:
     """
     gpus = _count_gpus()
     if nproc is not None and nproc < 1:
-        raise InputError(
-            f"NPROC={nproc}: a run needs at least one rank", "leave NPROC out for a rank per GPU"
-        )
+        raise InputError(f"NPROC={nproc}: a run needs at least one rank", "leave NPROC out for a rank per GPU")
     if gpus and nproc is not None and nproc > gpus:
         raise InputError(f"NPROC={nproc}, but this machine shows {gpus} GPU(s)", f"NPROC={gpus} or less")
     size = nproc or gpus or CPU_RANKS
@@ -76,9 +76,7 @@ def current() -> World:
                 f"`make finetune-llama`, or `torchrun --nproc_per_node {gpus} {sys.argv[0]} ...`",
             )
         # DeepSpeed looks for these and would otherwise ask for MPI.
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
-        )
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     size = int(os.environ["WORLD_SIZE"])
     _compare_with_launcher(size)
@@ -90,9 +88,7 @@ def _compare_with_launcher(size: int) -> None:
     asked, by = os.environ.get("SLIPWAY_WORLD_SIZE"), "scripts/launch.py"
     if not asked and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every way of `accelerate launch`
         words = psutil.Process().parent().cmdline()
-        asked = next(
-            (b for a, b in itertools.pairwise(words) if a in ("--num_processes", "--num-processes")), None
-        )
+        asked = next((b for a, b in itertools.pairwise(words) if a in ("--num_processes", "--num-processes")), None)
         by = "accelerate launch --num_processes"
     if asked and int(asked) != size:
         raise InputError(
@@ -135,11 +131,12 @@ def _no_stdout() -> Iterator[None]:
     """Nothing reaches stdout, not even from compiled code."""
     sys.stdout.flush()
     kept = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
+    with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
+        ctypes.CDLL(None).fflush(None)  # what compiled code has printed so far still waits in C's buffer
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -152,9 +149,7 @@ def precision(world: World, bf16: bool | None, fp16: bool | None, origin: str) -
     import torch
 
     if bf16 and fp16:
-        raise InputError(
-            f"{origin}: bf16 and fp16 are both on", "leave one out, or both: the hardware then decides"
-        )
+        raise InputError(f"{origin}: bf16 and fp16 are both on", "leave one out, or both: the hardware then decides")
     if not world.on_gpu:
         if fp16:
             raise InputError(f"{origin}: fp16 training needs a GPU, this machine has none", "leave fp16 out")

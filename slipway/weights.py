@@ -49,9 +49,7 @@ def check_file(file: Path) -> None:
                 pass
         except SafetensorError as error:
             size = file.stat().st_size
-            raise InputError(
-                f"{file} ({size:,} bytes) is broken or cut short: {error}", "copy it again"
-            ) from error
+            raise InputError(f"{file} ({size:,} bytes) is broken or cut short: {error}", "copy it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -105,14 +103,10 @@ def check_saved(folder: str | Path, config: Any) -> int:
         for file in files:
             check_file(file)
     except InputError as error:
-        raise SavedModelError(
-            error.message, "free some disk space or mend the saving, then run again"
-        ) from error
+        raise SavedModelError(error.message, "free some disk space or mend the saving, then run again") from error
     found = headers(files)
     if not found:
-        raise SavedModelError(
-            f"{folder} holds no tensor in safetensors files", "save with safe serialization"
-        )
+        raise SavedModelError(f"{folder} holds no tensor in safetensors files", "save with safe serialization")
     _refuse_empty(folder, found, SavedModelError)
     if files[0].name != ADAPTER and getattr(config, "quantization_config", None) is None:
         _compare(folder, found, config)
@@ -134,9 +128,7 @@ def check_shapes(folder: Path, config: Any) -> None:
     if _stored_otherwise(model, config):
         return
     need = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [
-        f"{name} {found[name]} for {need[name]}" for name in need if found.get(name, need[name]) != need[name]
-    ]
+    wrong = [f"{name} {found[name]} for {need[name]}" for name in need if found.get(name, need[name]) != need[name]]
     if wrong:
         raise InputError(
             f"{folder}: {len(wrong)} tensors do not have the shape that config.json says: {shortened(wrong)}",
@@ -167,12 +159,8 @@ def _compare(folder: Path, found: dict[str, tuple[int, ...]], config: Any) -> No
     optional = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = [name for name in need if name not in found and name not in optional]
     if missing:
-        raise SavedModelError(
-            f"{folder}: {len(missing)} of {len(need)} tensors are missing: {shortened(missing)}", fix
-        )
-    wrong = [
-        f"{name} {found[name]} for {need[name]}" for name in need if found.get(name, need[name]) != need[name]
-    ]
+        raise SavedModelError(f"{folder}: {len(missing)} of {len(need)} tensors are missing: {shortened(missing)}", fix)
+    wrong = [f"{name} {found[name]} for {need[name]}" for name in need if found.get(name, need[name]) != need[name]]
     if wrong:
         raise SavedModelError(
             f"{folder}: {len(wrong)} of {len(need)} tensors have another shape: {shortened(wrong)}", fix
@@ -181,9 +169,7 @@ def _compare(folder: Path, found: dict[str, tuple[int, ...]], config: Any) -> No
 
 def save_alone(model: Any, folder: Path) -> None:
     """save_pretrained by one process for itself, whichever rank it is: each node fills its own cache."""
-    model.should_save_on_this_rank = lambda is_main_process: (
-        True
-    )  # transformers: only rank 0, else nothing, silently
+    model.should_save_on_this_rank = lambda is_main_process: True  # transformers: only rank 0, else nothing, silently
     model.save_pretrained(folder)
 
 
@@ -197,9 +183,7 @@ def empty_model(config: Any) -> Any:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             # The class itself: from_config would hand the weights out to the ranks where ZeRO-3 is on.
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        return AutoModelForCausalLM.from_config(
-            config, trust_remote_code=True
-        )  # resolve() asked for the trust
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # resolve() asked for the trust
 
 
 def _unique(model: Any) -> dict[str, tuple[int, ...]]:

@@ -54,9 +54,7 @@ def blocks(
     if local_size is not None or use_vmap or kv_offset:
         raise ValueError("attention xformers has no window, chunks or own masks: use sdpa for this model")
     if kv_length != q_offset + q_length:
-        raise ValueError(
-            "attention xformers has no static cache: leave cache_implementation out, or use sdpa"
-        )
+        raise ValueError("attention xformers has no static cache: leave cache_implementation out, or use sdpa")
     starts = _starts(mask_function, batch_size, kv_length, device)
     sequence = starts.flatten().cumsum(0).view(batch_size, kv_length) - 1
     seen = torch.ones_like(starts) if attention_mask is None else attention_mask

@@ -33,7 +33,9 @@ def run(*command: object, timeout: int = 280, cwd: Path = ROOT, **env: str) -> s
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-def launch(*arguments: object, recipe: str = "zero3", nproc: int | None = None, **kwargs) -> subprocess.CompletedProcess:
+def launch(
+    *arguments: object, recipe: str = "zero3", nproc: int | None = None, **kwargs
+) -> subprocess.CompletedProcess:
     """scripts/launch.py on a shipped recipe."""
     ranks = ["--nproc", nproc] if nproc else []
     config = FINETUNE.parent / f"{recipe}.yaml"
@@ -43,7 +45,14 @@ def launch(*arguments: object, recipe: str = "zero3", nproc: int | None = None, 
 def torchrun(script: Path, *arguments: object, nproc: int = 2, **kwargs) -> subprocess.CompletedProcess:
     """torchrun itself, without our launcher."""
     return run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", nproc, script, *arguments,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        nproc,
+        script,
+        *arguments,
         **kwargs,
     )
 

@@ -47,9 +47,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
             self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
         elif rest[:1] == ["tree"]:
-            tree = [
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _etag(f)} for f in files
-            ]
+            tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _etag(f)} for f in files]
             self._answer(200, json.dumps(tree).encode())
         else:
             info = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}

@@ -40,9 +40,7 @@ def llama3() -> PreTrainedTokenizerFast:
 
 def gpt2() -> PreTrainedTokenizerFast:
     """GPT-2's: one special token for everything, so that a pad token has to be added."""
-    return tokenizer(
-        ["<|endoftext|>"], unk_token="<|endoftext|>", bos_token="<|endoftext|>", eos_token="<|endoftext|>"
-    )
+    return tokenizer(["<|endoftext|>"], unk_token="<|endoftext|>", bos_token="<|endoftext|>", eos_token="<|endoftext|>")
 
 
 def pad_is_eos() -> PreTrainedTokenizerFast:
@@ -75,9 +73,7 @@ def write(
         eos_token_id=words.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id
-    )
+    model.generation_config = GenerationConfig(bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id)
     model.save_pretrained(folder, **settings)
     words.save_pretrained(folder)
     return folder

@@ -40,9 +40,7 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def read(
-    source: Path | str, tally: Counter | None = None, found: dict | None = None, **options
-) -> list[dict]:
+def read(source: Path | str, tally: Counter | None = None, found: dict | None = None, **options) -> list[dict]:
     """The contents of all usable rows of a source."""
     rows = sources.open_source(str(source), "train", None).rows()
     settings = {"shape": None, "columns": None, "chat": True, "seed": 0} | options

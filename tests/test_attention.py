@@ -37,9 +37,7 @@ def test_auto_takes_the_fastest_that_the_machine_has(device, dtype, packing, exp
     choice = choose("auto", dtype=dtype, packing=packing, device=device)
     assert choice.name == expected
     assert (device.name or "no GPU") in choice.reason
-    order = (
-        ["flash_attention_2", "xformers", "sdpa"] if packing else ["flash_attention_2", "sdpa", "xformers"]
-    )
+    order = ["flash_attention_2", "xformers", "sdpa"] if packing else ["flash_attention_2", "sdpa", "xformers"]
     for faster in order[: order.index(expected)]:
         assert f"not {faster}: " in choice.reason
     assert ("dense mask" in choice.reason) == (packing and expected == "sdpa")

@@ -22,9 +22,7 @@ def test_wrong_types_in_parquet_name_the_row(tmp_path):
 
 def test_a_missing_file_names_similar_ones(tmp_path):
     write(tmp_path / "train.jsonl", PAIRS)
-    refused(
-        tmp_path / "trian.jsonl", "trian.jsonl: no such file or folder", "similar names there: train.jsonl"
-    )
+    refused(tmp_path / "trian.jsonl", "trian.jsonl: no such file or folder", "similar names there: train.jsonl")
     refused(tmp_path / "no" / "train.jsonl", "does not exist")
 
 

@@ -74,9 +74,7 @@ def test_ours_pass_and_hold_no_optimizer_and_no_scheduler(path):
     assert ds_config.find_problems(config, path) == []
     assert not {"optimizer", "scheduler"} & config.keys()
     assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
-    assert (
-        config["zero_optimization"]["overlap_comm"] is False
-    )  # DeepSpeed#7188; at stage 3 it is on by default
+    assert config["zero_optimization"]["overlap_comm"] is False  # DeepSpeed#7188; at stage 3 it is on by default
 
 
 @BY_NAME
@@ -97,18 +95,14 @@ def test_the_name_tells_every_difference(path):
 
 def test_all_stage_3_saves_are_gathered():
     third = [config for config in map(read, FILES) if config["zero_optimization"]["stage"] == 3]
-    assert third and all(
-        c["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True for c in third
-    )
+    assert third and all(c["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True for c in third)
 
 
 KEYS = [(path, key) for path in FILES for key in every_key(ds_config.load(path))]
 KEYS += [(None, key) for key in every_key(TUTORIAL)]
 
 
-@pytest.mark.parametrize(
-    ("path", "key"), KEYS, ids=lambda part: ".".join(part) if isinstance(part, tuple) else None
-)
+@pytest.mark.parametrize(("path", "key"), KEYS, ids=lambda part: ".".join(part) if isinstance(part, tuple) else None)
 def test_a_misspelling_at_any_depth_is_refused_with_the_right_key(path, key):
     config = copy.deepcopy(TUTORIAL) if path is None else read(path)
     section = config
@@ -230,10 +224,7 @@ def test_lint(patch, expected):
 
 def test_a_config_without_its_main_sections():
     assert "section zero_optimization is missing" in ds_config.find_problems({"train_batch_size": 8})[0]
-    assert (
-        "neither train_batch_size nor train_micro"
-        in ds_config.find_problems({"zero_optimization": {"stage": 1}})[0]
-    )
+    assert "neither train_batch_size nor train_micro" in ds_config.find_problems({"zero_optimization": {"stage": 1}})[0]
 
 
 def test_a_torch_optimizer_may_be_offloaded_where_the_user_says_so():
@@ -291,9 +282,7 @@ def accelerate_yaml(folder: Path, **section: object) -> Path:
 
 
 def test_accelerates_yaml_names_the_offending_key(tmp_path):
-    ds_config.check_accelerate_yaml(
-        accelerate_yaml(tmp_path, deepspeed_config_file="a.json", zero3_init_flag=True)
-    )
+    ds_config.check_accelerate_yaml(accelerate_yaml(tmp_path, deepspeed_config_file="a.json", zero3_init_flag=True))
     ds_config.check_accelerate_yaml(accelerate_yaml(tmp_path, zero_stage=2, gradient_clipping=1.0))
     mixed = accelerate_yaml(tmp_path, deepspeed_config_file="a.json", zero_stage=3)
     with pytest.raises(InputError, match=r"accelerate.yaml: deepspeed_config.zero_stage cannot stand beside"):

@@ -53,8 +53,7 @@ def test_the_tutorials_scheduler_is_named():
     errors, notices = ds_config.conflicts(TUTORIAL, "t.json", run(), 2)
     assert errors == []
     assert notices[0] == (
-        f"t.json: the scheduler WarmupLR overrides lr_scheduler_type=cosine ({RECIPE}): the rate will not"
-        " decay"
+        f"t.json: the scheduler WarmupLR overrides lr_scheduler_type=cosine ({RECIPE}): the rate will not decay"
     )
     assert "logarithm" in notices[1]
     assert "DeepSpeed#7188" in notices[2]
@@ -145,9 +144,7 @@ def test_conflict(patch, typed, text, is_error):
         config = changed(config, key, value)
     if None in patch.values():
         config = without_nulls(config)
-    errors, notices = ds_config.conflicts(
-        config, "my.json", run(typed, lr_scheduler_type="constant_with_warmup"), 2
-    )
+    errors, notices = ds_config.conflicts(config, "my.json", run(typed, lr_scheduler_type="constant_with_warmup"), 2)
     right, other = (errors, notices) if is_error else (notices, errors)
     assert len(right) == 1 and other == []
     assert right[0].startswith("my.json: ") and text in right[0]
@@ -233,9 +230,7 @@ def test_the_keys_that_may_be_auto_are_hugging_faces():
 
 
 def test_stage_3_sizes_at_another_stage_become_deepspeeds_defaults():
-    resolved, origins = ds_config.resolve(
-        changed(EVERY_AUTO, "zero_optimization.stage", 2), run(), 2, 48, "fp32"
-    )
+    resolved, origins = ds_config.resolve(changed(EVERY_AUTO, "zero_optimization.stage", 2), run(), 2, 48, "fp32")
     key = "zero_optimization.stage3_prefetch_bucket_size"
     assert (at(resolved, key), origins[key]) == (50_000_000, "DeepSpeed's default")
 

@@ -38,9 +38,7 @@ def test_llama_2s_template_has_one_bos_a_turn_and_trains_each_eos(tmp_path):
     assert first[0] == tokenizer.bos_token_id != first[1]
     assert ends(data.train[0]) == [tokenizer.eos_token_id] * 2
     # What an answer is generated after is what it was trained after.
-    prompt = tokenizer.apply_chat_template(
-        rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True
-    )
+    prompt = tokenizer.apply_chat_template(rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert first[: len(ids)] == ids
     assert data.train[0]["labels"][len(ids)] != IGNORE
@@ -92,9 +90,7 @@ def test_a_token_across_the_border_is_cut_there(tmp_path, shape):
     (found,) = prepare(write(tmp_path, [row]), tokenizer).train
     assert trained(tokenizer, found) == ["\n\nso<|im_end|>"]
     both = tokenizer("\n\n\nso")["input_ids"]
-    assert (
-        both[1] == tokenizer("\n")["input_ids"][0] != both[0]
-    )  # so the border would have been inside both[0]
+    assert both[1] == tokenizer("\n")["input_ids"][0] != both[0]  # so the border would have been inside both[0]
 
 
 def test_a_template_that_changes_earlier_turns_is_still_labelled_right(tmp_path):
@@ -127,9 +123,7 @@ def test_answers_get_the_end_token_that_the_template_forgot(tmp_path):
 def test_the_plain_template_of_base_models_is_labelled_right(tmp_path):
     tokenizer = llama2(template=None)
     source = write(tmp_path, [{"messages": turns("a", "first", "b", " second\n")}])
-    with pytest.raises(
-        InputError, match=r"rows.jsonl:1: a conversation, but the tokenizer has no chat template"
-    ):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: a conversation, but the tokenizer has no chat template"):
         prepare(source, tokenizer)
     tokenizer.chat_template = tokenizers.plain_template(tokenizer)
     (row,) = prepare(source, tokenizer).train
@@ -190,9 +184,7 @@ def test_answers_are_cut_at_the_end_and_rows_without_any_are_dropped(tmp_path):
 def test_nothing_left_says_which_rule_and_how_many_tokens(tmp_path):
     tokenizer = byte_level()
     long = {"prompt": "p" * 20, "completion": "c" * 10}
-    with pytest.raises(
-        InputError, match=r"all 40 rows are longer than max_length 16 .* the shortest needs 31"
-    ):
+    with pytest.raises(InputError, match=r"all 40 rows are longer than max_length 16 .* the shortest needs 31"):
         prepare(write(tmp_path, [long] * 40), tokenizer, max_length=16)
     mixed = [long, long, {"prompt": "p", "completion": None}, {"prompt": " ", "completion": "c"}]
     with pytest.raises(InputError) as caught:
@@ -217,9 +209,7 @@ def test_no_trainable_token_is_refused(tmp_path):
 
 def test_ids_outside_the_vocabulary_name_the_row(tmp_path):
     rows = [{"input_ids": [1, 2, 99]}, {"input_ids": [1, 100, 3]}]
-    with pytest.raises(
-        InputError, match=r"rows.jsonl:2: token id 100 is outside the model's vocabulary of 100"
-    ):
+    with pytest.raises(InputError, match=r"rows.jsonl:2: token id 100 is outside the model's vocabulary of 100"):
         prepare(write(tmp_path, rows), byte_level(), vocab_size=100)
     with pytest.raises(InputError, match=r"rows.jsonl:1: token id -3 is"):
         prepare(write(tmp_path, [{"input_ids": [1, 5], "labels": [-100, -3]}]), byte_level())

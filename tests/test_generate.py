@@ -40,9 +40,7 @@ def unfinished(folder: Path) -> Path:
 
 def adapter(folder: Path) -> Path:
     base = AutoModelForCausalLM.from_pretrained(embedded.folder("tiny-llama"))
-    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
-        folder
-    )  # B is 0 at first
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)  # B is 0 at first
     return folder
 
 
@@ -86,9 +84,7 @@ def test_answers_from_what_a_run_left(tmp_path, capsys, expected, make, said):
 )
 def test_bad_input_ends_with_2_and_one_message(arguments, found):
     done = generate(*arguments)
-    assert (
-        (done.returncode, done.stdout) == (2, "") and found in done.stderr and "Traceback" not in done.stderr
-    )
+    assert (done.returncode, done.stdout) == (2, "") and found in done.stderr and "Traceback" not in done.stderr
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback():

@@ -107,11 +107,7 @@ def test_an_unreachable_hub_is_said_in_seconds(tmp_path, silent):
 
 def test_offline_and_not_cached_is_said(tmp_path):
     done = ask(RESOLVE, "org/whole", endpoint="http://127.0.0.1:1", home=tmp_path, HF_HUB_OFFLINE="1")
-    assert (
-        done.returncode == 2
-        and "HF_HUB_OFFLINE forbids" in done.stderr
-        and "unset HF_HUB_OFFLINE" in done.stderr
-    )
+    assert done.returncode == 2 and "HF_HUB_OFFLINE forbids" in done.stderr and "unset HF_HUB_OFFLINE" in done.stderr
 
 
 def test_a_hub_model_loads_at_one_commit_and_again_without_the_hub(server, tmp_path):

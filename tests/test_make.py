@@ -29,15 +29,11 @@ def start(tmp_path):
     stub = tmp_path / "python"
     stub.write_text(SAYS_HOW)
     stub.chmod(0o755)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLIPWAY_")} | {
-        "SLIPWAY_PYTHON": str(stub)
-    }
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLIPWAY_")} | {"SLIPWAY_PYTHON": str(stub)}
 
     def starter(*words: str, **more: str) -> subprocess.Popen:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(
-            ["make", *words], cwd=ROOT, env=environ | more, start_new_session=True, **pipes
-        )
+        return subprocess.Popen(["make", *words], cwd=ROOT, env=environ | more, start_new_session=True, **pipes)
 
     return starter
 

@@ -113,9 +113,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "correct",
     ),
     "own code": (
-        lambda f: configured(
-            f, model_type="lama", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
-        ),
+        lambda f: configured(f, model_type="lama", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}),
         "cannot be used",
         "--trust_remote_code",
     ),
@@ -251,9 +249,7 @@ def test_a_save_that_lost_weights_is_found(tiny, spoil, found):
 def test_a_save_of_another_shape_is_found_and_a_tied_head_may_be_absent(tiny, tmp_path):
     config = models.resolve(str(tiny)).config
     config.vocab_size = 2049
-    with pytest.raises(
-        models.SavedModelError, match=r"2 of 21 tensors have another shape: .*\(2048, 64\) for \(2049"
-    ):
+    with pytest.raises(models.SavedModelError, match=r"2 of 21 tensors have another shape: .*\(2048, 64\) for \(2049"):
         models.check_saved(tiny, config)
     tied = models.resolve(str(model_zoo.write(tmp_path / "tied", model_zoo.llama2(), tied=True)))
     assert models.check_saved(tied.path, tied.config) == 20
@@ -261,9 +257,7 @@ def test_a_save_of_another_shape_is_found_and_a_tied_head_may_be_absent(tiny, tm
 
 def test_an_adapters_empty_tensor_is_found(tiny):
     lora = LoraConfig(r=2, target_modules=["q_proj"])
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), lora).save_pretrained(
-        tiny.with_name("adapter")
-    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), lora).save_pretrained(tiny.with_name("adapter"))
     file = tiny.with_name("adapter") / "adapter_model.safetensors"
     save_file({name: torch.empty(0) for name in load_file(file)}, file)
     for ask in (models.resolve, lambda folder: models.check_saved(folder, None)):

@@ -105,9 +105,7 @@ def test_every_kind_ends_as_the_same_model_in_plain_transformers(tmp_path, kind,
     assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
     assert again.config.pad_token_id == again.generation_config.pad_token_id == words.pad_token_id
     assert again.config.use_cache and words.eos_token_id == again.generation_config.eos_token_id
-    assert words.apply_chat_template(CHAT, tokenize=False) == tokenizer.apply_chat_template(
-        CHAT, tokenize=False
-    )
+    assert words.apply_chat_template(CHAT, tokenize=False) == tokenizer.apply_chat_template(CHAT, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +131,7 @@ def test_a_new_pad_token_gets_the_mean_row_or_one_that_was_spare(tmp_path):
     assert torch.allclose(table[257], table[:257].mean(0)) and "from 257 to 258" in " ".join(model.notes)
     roomy = model_zoo.write(tmp_path / "roomy", model_zoo.gpt2(), rows=320)
     model, tokenizer, loaded = opened(roomy)
-    assert (
-        tokenizer.pad_token_id == 257
-        and loaded.config.vocab_size == 320
-        and "resized" not in " ".join(model.notes)
-    )
+    assert tokenizer.pad_token_id == 257 and loaded.config.vocab_size == 320 and "resized" not in " ".join(model.notes)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -149,9 +143,9 @@ def test_plain_template_marks_turns_so_that_a_prompt_is_a_prefix(tmp_path, kind)
     assert whole["input_ids"][: len(asked)] == asked
     answer = [i for i, mask in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if mask]
     assert answer == [*tokenizer("Blue.", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert whole["input_ids"].count(tokenizer.bos_token_id) == (
-        1 if kind in ("llama2", "pad_is_eos") else 0
-    ) or (tokenizer.bos_token_id == tokenizer.eos_token_id)
+    assert whole["input_ids"].count(tokenizer.bos_token_id) == (1 if kind in ("llama2", "pad_is_eos") else 0) or (
+        tokenizer.bos_token_id == tokenizer.eos_token_id
+    )
     assert "chat template" in " ".join(model.notes) and end_of_turn(tokenizer) == [tokenizer.eos_token_id]
 
 
@@ -193,9 +187,7 @@ def test_an_adapters_base_is_found_by_its_embedded_name_on_another_machine(tmp_p
     file.write_text(file.read_text().replace(str(embedded.folder("tiny-llama").parent), "/elsewhere/models"))
     assert models.resolve(str(folder)).base.kind == "embedded"
     file.write_text(file.read_text().replace("tiny-llama-", "other-"))
-    with pytest.raises(
-        InputError, match=r"its base cannot be used: MODEL=/elsewhere/models/other-.* does not exist"
-    ):
+    with pytest.raises(InputError, match=r"its base cannot be used: MODEL=/elsewhere/models/other-.* does not exist"):
         models.resolve(str(folder))
 
 
@@ -209,16 +201,10 @@ def test_answers_are_greedy_bounded_and_leave_the_model_as_it_was():
     prompts = [{"messages": CHAT[:1]}, {"text": "Once upon"}, {"messages": CHAT[:1]}]
     random = torch.get_rng_state()
     first = models.answers(loaded, tokenizer, prompts, max_new_tokens=8)
-    assert (
-        first == models.answers(loaded, tokenizer, prompts, max_new_tokens=8)
-        and first[0] == first[2] != first[1]
-    )
+    assert first == models.answers(loaded, tokenizer, prompts, max_new_tokens=8) and first[0] == first[2] != first[1]
     assert state == [module.training for module in loaded.modules()] and loaded.config.use_cache is False
     assert torch.equal(random, torch.get_rng_state())
-    warm = [
-        models.answers(loaded, tokenizer, prompts, max_new_tokens=8, temperature=2.0, seed=s)
-        for s in (1, 1, 2)
-    ]
+    warm = [models.answers(loaded, tokenizer, prompts, max_new_tokens=8, temperature=2.0, seed=s) for s in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
     assert [models.prompt_text(prompt) for prompt in prompts[:2]] == ["Name a colour.", "Once upon"]
     with pytest.raises(InputError, match="the model's context ends at 2048"):

@@ -198,9 +198,7 @@ def test_xformers_refuses_what_it_would_get_wrong():
         logits_of(model, input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]]))
     model = llama("xformers_reference")
     with pytest.raises(ValueError, match="mask of type Tensor"):
-        logits_of(
-            model, input_ids=torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool)
-        )
+        logits_of(model, input_ids=torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot do softcap"):
         model(input_ids=torch.tensor([[5, 6]]), softcap=30.0)
     with pytest.raises(ValueError, match="no static cache"):
@@ -226,9 +224,7 @@ def trainer_on(model, texts, folder, checkpointing):
     from trl import SFTConfig, SFTTrainer
 
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", eos_token="w1", bos_token="w2"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", bos_token="w2")
     data = Dataset.from_dict({"input_ids": [x.tolist() for x in texts]})
     arguments = SFTConfig(
         output_dir=str(folder),
@@ -249,9 +245,7 @@ def trainer_on(model, texts, folder, checkpointing):
         use_cpu=True,
         bf16=False,  # TRL's default is true, on a CPU too
     )
-    return SFTTrainer(
-        model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer
-    )
+    return SFTTrainer(model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
 
 
 def step_alone(model, texts):
@@ -271,9 +265,7 @@ def packed_run(kernel, folder, checkpointing=None):
     trainer = trainer_on(llama(kernel), texts, folder, checkpointing)
     (batch,) = trainer.get_train_dataloader()
     assert len(trainer.train_dataset) == 2, "two rows of packed sequences"
-    assert batch["input_ids"].shape == (1, sum(map(len, texts))), (
-        "TRL lays the rows of a micro-batch end to end"
-    )
+    assert batch["input_ids"].shape == (1, sum(map(len, texts))), "TRL lays the rows of a micro-batch end to end"
     assert (batch["position_ids"] == 0).sum() == len(texts)
     assert "attention_mask" not in batch
     return texts, trainer

@@ -116,9 +116,7 @@ def test_of_one_long_text_pieces_are_held_out(tmp_path):
 def test_pieces_of_a_text_stay_on_one_side(tmp_path):
     rows = [{"text": chr(65 + n) * 90} for n in range(20)]
     data = prepare(write(tmp_path, rows), byte_level(), max_length=16, held_out_rows=2)
-    sides = [
-        {byte_level().decode(ids[:1]) for ids in part["input_ids"]} for part in (data.train, data.held_out)
-    ]
+    sides = [{byte_level().decode(ids[:1]) for ids in part["input_ids"]} for part in (data.train, data.held_out)]
     assert len(sides[1]) == data.facts["held_out_rows"] == 2
     assert not sides[0] & sides[1]
     assert len(data.held_out) == 2 * 6

@@ -68,7 +68,9 @@ def by_hand(trained):
                 start += length
                 if (labels != -100).any():
                     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-                    total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                    total = total + torch.nn.functional.cross_entropy(
+                        logits, labels, ignore_index=-100, reduction="sum"
+                    )
                     tokens += int((labels != -100).sum())
         optimizer.zero_grad()
         (total / tokens).backward()

@@ -53,9 +53,7 @@ def test_no_pinned_version_stands_outside_requirements():
             own = text.replace(pins.table(PINS), "") if name == "README.md" else text
             found += [f"{name}: {match[0]}" for match in literal.finditer(own)]
             # a test may make up a requirement, to see what is said of it
-            found += [
-                f"{name}: {match[0]}" for match in requirement.finditer(own) if not name.startswith("tests/")
-            ]
+            found += [f"{name}: {match[0]}" for match in requirement.finditer(own) if not name.startswith("tests/")]
     assert not found
 
 
@@ -82,9 +80,7 @@ def test_the_lock_holds_each_pin():
 def test_drift_is_found_in_the_table_and_in_the_lock():
     page = f"# x\n{pins.BEGIN}\nold\n{pins.END}\nrest\n"
     new = pins.with_table(page, PINS)
-    assert (
-        new.endswith(f"{pins.END}\nrest\n") and f"| torch | {PINS[0].version} |" in new and "old" not in new
-    )
+    assert new.endswith(f"{pins.END}\nrest\n") and f"| torch | {PINS[0].version} |" in new and "old" not in new
     assert pins.with_table(new, PINS) == new
     assert pins.drift(new, new, "x") == [] and "-old" in pins.drift(page, new, "README.md")
     with pytest.raises(ValueError, match=r"README\.md has no line"):

@@ -19,9 +19,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         name = self.path.partition("/api/datasets/")[2].partition("?")[0]
         if name == "org/slow":
             time.sleep(3)
-        code, error = {"org/gated": (403, "GatedRepo"), "org/unknown": (404, "RepoNotFound")}.get(
-            name, (503, "")
-        )
+        code, error = {"org/gated": (403, "GatedRepo"), "org/unknown": (404, "RepoNotFound")}.get(name, (503, ""))
         self.send_response(code)
         self.send_header("X-Error-Code", error)
         self.send_header("Content-Length", "0")

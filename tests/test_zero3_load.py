@@ -36,9 +36,7 @@ for folder in sys.argv[2:]:
 
 @pytest.mark.timeout(600)
 def test_zero3_loads_the_same_weights_resized_tied_or_from_an_adapter(tmp_path):
-    folders = [
-        model_zoo.write(tmp_path / f"tied-{tied}", model_zoo.gpt2(), tied=tied) for tied in (True, False)
-    ]
+    folders = [model_zoo.write(tmp_path / f"tied-{tied}", model_zoo.gpt2(), tied=tied) for tied in (True, False)]
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(embedded.folder("tiny-llama")), lora).save_pretrained(
         tmp_path / "adapter"
@@ -46,9 +44,7 @@ def test_zero3_loads_the_same_weights_resized_tied_or_from_an_adapter(tmp_path):
     folders.append(tmp_path / "adapter")
     script = tmp_path / "zero3.py"
     script.write_text(ZERO3)
-    done = torchrun(
-        script, tmp_path, *folders, timeout=500, DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true"
-    )
+    done = torchrun(script, tmp_path, *folders, timeout=500, DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true")
     assert done.returncode == 0, done.stderr[-3000:]
     for folder in folders:
         model = models.resolve(str(folder))

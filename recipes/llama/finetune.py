@@ -14,14 +14,14 @@ from slipway import report
 
 report.quiet()
 
-import torch  # noqa: E402
 from transformers import PrinterCallback  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from trl import SFTTrainer, get_peft_config, get_quantization_config  # noqa: E402
 from trl.models.utils import unwrap_model_for_generation  # noqa: E402
 
-from slipway import arguments, callbacks, cost, models, preflight, record, topology  # noqa: E402
+from slipway import arguments, attention, callbacks, cost, models, preflight, record, topology  # noqa: E402
 from slipway.errors import stop_on_bad_input  # noqa: E402
+from slipway.plan import Plan  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
     recipe_args, args, model_args = arguments.build(plan.for_trainer())
     run = record.Record(plan.output, plan.as_asked())
 
+    if plan.attention.name == "xformers":
+        attention.register()
     # After the arguments: under ZeRO-3 they tell from_pretrained to partition each layer as it is read.
     model = models.load(
         plan.model,
@@ -46,11 +48,12 @@ def main(argv: list[str]) -> None:
         trust_remote_code=args.trust_remote_code,
         zero3=plan.ds_facts["zero_stage"] == 3,
     )
-    samples = [{"prompt": models.prompt_text(p), "reference": p["reference"]} for p in plan.data.prompts]
+    samples = [{"prompt": models.prompt_text(p), "reference": p["reference"]} for p in plan.prompts]
 
     def answer(when: str) -> None:
-        for sample, text in zip(samples, answers(trainer, plan, recipe_args.sample_tokens), strict=False):
-            sample[when] = text
+        if samples:
+            for sample, text in zip(samples, answers(trainer, plan, recipe_args.sample_tokens), strict=True):
+                sample[when] = text
 
     compare = callbacks.Compare(plan.must_get(), run, before_training=lambda: answer("before"))
     watch = callbacks.Watch()
@@ -100,19 +103,15 @@ def main(argv: list[str]) -> None:
     trainer.end()
 
 
-def answers(trainer: SFTTrainer, plan: preflight.Plan, length: int) -> list[str]:
-    """Rank 0's answers to the sample prompts. Under ZeRO-3 the weights are gathered first if a rank has room for them;
-    if not, all ranks generate together, each going on until the longest answer ends."""
-    prompts = plan.data.prompts
-    if not prompts:
-        return []
+def answers(trainer: SFTTrainer, plan: Plan, length: int) -> list[str]:
+    """Every rank's answers to the sample prompts (the same on all). Under ZeRO-3 the weights are gathered first if a
+    rank has room for them; if not, the ranks go through each layer together until the longest answer ends."""
     gather = plan.room_to_gather()
-    model = trainer.model_wrapped
-    with unwrap_model_for_generation(model, trainer.accelerator, gather_deepspeed3_params=gather) as plain:
+    with unwrap_model_for_generation(
+        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
+    ) as model:
         together = plan.ds_facts["zero_stage"] == 3 and not gather
-        if not together and not trainer.is_world_process_zero():
-            return []
-        return models.answers(plain, plan.tokenizer, prompts, max_new_tokens=length, synced_gpus=together)
+        return models.answers(model, plan.tokenizer, plan.prompts, max_new_tokens=length, synced_gpus=together)
 
 
 if __name__ == "__main__":
