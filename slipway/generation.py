@@ -81,6 +81,7 @@ def _answering(model: Any) -> Iterator[None]:
     import torch
 
     modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
         # Not inference_mode: ZeRO-3 counts versions of the tensors that it gathers.
         with torch.no_grad():

@@ -193,15 +193,17 @@ def test_an_adapters_base_is_found_by_its_embedded_name_on_another_machine(tmp_p
 
 def test_answers_are_greedy_bounded_and_leave_the_model_as_it_was():
     _, tokenizer, loaded = opened("tiny-llama")
+    prompts = [{"messages": CHAT[:1]}, {"text": "Once upon"}, {"messages": CHAT[:1]}]
+    alone = models.answers(loaded.eval(), tokenizer, prompts, max_new_tokens=8)
     loaded.train()
+    loaded.model.layers[0].self_attn.attention_dropout = 0.9  # would change any answer in training mode
     loaded.gradient_checkpointing_enable()
     loaded.model.layers[1].eval()
     loaded.config.use_cache = False
     state = [module.training for module in loaded.modules()]
-    prompts = [{"messages": CHAT[:1]}, {"text": "Once upon"}, {"messages": CHAT[:1]}]
     random = torch.get_rng_state()
     first = models.answers(loaded, tokenizer, prompts, max_new_tokens=8)
-    assert first == models.answers(loaded, tokenizer, prompts, max_new_tokens=8) and first[0] == first[2] != first[1]
+    assert first == alone and first[0] == first[2] != first[1]
     assert state == [module.training for module in loaded.modules()] and loaded.config.use_cache is False
     assert torch.equal(random, torch.get_rng_state())
     warm = [models.answers(loaded, tokenizer, prompts, max_new_tokens=8, temperature=2.0, seed=s) for s in (1, 1, 2)]
@@ -219,7 +221,9 @@ def test_an_answer_ends_at_the_end_of_turn():
         loaded.lm_head.weight.zero_()
         loaded.model.norm.weight.zero_()
         loaded.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(2), 2048).float())
-    assert long and models.answers(loaded, tokenizer, [prompt], max_new_tokens=12) == [""]
+    steps = []
+    loaded.register_forward_hook(lambda *_: steps.append(1))
+    assert long and models.answers(loaded, tokenizer, [prompt], max_new_tokens=12) == [""] and len(steps) == 1
 
 
 def test_flops_agree_with_torchs_own_counter():
