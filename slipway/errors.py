@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 EXIT_BAD_INPUT = 2
+EXIT_CTRL_C = 130  # 128 + SIGINT, as shells count
 
 
 class InputError(Exception):
@@ -28,13 +29,16 @@ class InputError(Exception):
 
 @contextlib.contextmanager
 def stop_on_bad_input() -> Iterator[None]:
-    """Around a script's main: an InputError ends the process with its message on stderr and exit code 2."""
+    """Around a script's main: an InputError ends the process with its message on stderr and exit code 2, Ctrl-C with
+    130 and without a traceback."""
     try:
         yield
     except InputError as error:
         if error.this_rank_only or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_CTRL_C)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

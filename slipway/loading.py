@@ -65,7 +65,11 @@ def _check_options(zero3: bool, quantization: Any, device_map: Any) -> None:
         what = "a device_map" if device_map is not None else "quantized weights (QLoRA)"
         raise InputError(f"{what} and ZeRO-3 exclude each other: ZeRO-3 places the weights", "take a ZeRO-2 recipe")
     if zero3 != is_deepspeed_zero3_enabled():
-        raise RuntimeError(f"zero3={zero3}, but transformers holds the opposite: build the TrainingArguments first")
+        asked, got = ("3", "another") if zero3 else ("another", "3")
+        raise InputError(
+            f"zero_stage: asked {asked}, got {got}: the TrainingArguments hold another ds_config than the run's",
+            "build the TrainingArguments from that ds_config, before the model is loaded",
+        )
 
 
 def _source(model: Any, tokenizer: Any, dtype: Any, token: str | None) -> tuple[str, str | None]:

@@ -78,7 +78,7 @@ def check_host(need: int) -> None:
         have = min(have, int(text))
     if need > have:
         raise InputError(
-            f"offloading needs about {need / GIB:.0f} GiB of host memory, this machine (or container) has {have / GIB:.0f}",
+            f"offloading needs about {need / GIB:.0f} GiB of host memory, {have / GIB:.0f} GiB are here",
             "more ranks on more nodes, RECIPE=zero3_nvme, RECIPE=lora, or a larger machine",
         )
 

@@ -88,6 +88,7 @@ class Plan:
             "dataset_kwargs": {"skip_prepare_dataset": True},
             "eval_on_start": len(self.data.held_out) > 0,
             "disable_tqdm": True,
+            "use_cache": True,  # what is saved with the model; TRL turns it off for each training forward
             "include_num_input_tokens_seen": "all",
             "deepspeed": self.ds_config,
         }

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
     topology.join(world, deepspeed=plan.ds_config is not None, timeout_s=plan.asked.get("ddp_timeout"))
     recipe_args, args, model_args = arguments.build(plan.for_trainer())
     run = record.Record(plan.output, plan.as_asked())
+    run.add()  # a run that ends badly leaves what was asked of it
 
     if plan.attention.name == "xformers":
         attention.register()

@@ -1,0 +1,49 @@
+"""Runs the LLaMA recipe with one thing broken behind its back, named in $MUTANT; started by torchrun in test_guards."""
+
+import os
+import runpy
+import sys
+
+import trl
+from harness import FINETUNE
+
+from slipway.plan import Plan
+
+asked_for = Plan.for_trainer
+
+
+def dropped(plan):
+    asked = asked_for(plan)
+    asked.set("deepspeed", None, "mutant")
+    return asked
+
+
+def other_stage(plan):
+    plan.ds_config["zero_optimization"]["stage"] = int(os.environ["STAGE"])
+    return asked_for(plan)
+
+
+def adapter_forgotten(plan):
+    asked = asked_for(plan)
+    asked.set("use_peft", False, "mutant")
+    return asked
+
+
+def saved_without_gathering(trainer):
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(trainer.args.output_dir)
+
+
+match os.environ["MUTANT"]:
+    case "ds_config dropped":
+        Plan.for_trainer = dropped
+    case "other stage":
+        Plan.for_trainer = other_stage
+    case "adapter forgotten":
+        Plan.for_trainer = adapter_forgotten
+    case "saved without gathering":
+        trl.SFTTrainer.save_model = saved_without_gathering
+    case other:
+        raise SystemExit(f"no mutant {other}")
+
+sys.argv[0] = str(FINETUNE)
+runpy.run_path(str(FINETUNE), run_name="__main__")
