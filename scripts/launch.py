@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from slipway import report, topology
+from slipway import ops, report, topology
 from slipway.errors import InputError, stop_on_bad_input
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         recipe.arguments.print_help()
         return 0
     plan = recipe.preflight.check(asked.arguments, world)
+    if plan.ds_config and not world.on_gpu:
+        ops.prepare(offload="cpu" in (plan.ds_facts["offload_optimizer"], plan.ds_facts["offload_param"]))
     os.environ["SLIPWAY_WORLD_SIZE"] = str(world.size)
     return _run(world.size, asked.script, [*asked.arguments, "--output_dir", str(plan.output)])
 
