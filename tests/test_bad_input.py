@@ -1,0 +1,188 @@
+"""Bad input ends the real command with one message, what to do, exit code 2, and an untouched OUTPUT."""
+
+import concurrent.futures
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import FINETUNE, ROOT, launch, run
+
+GOOD = {"prompt": "What is one and one?", "completion": "Two."}
+ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+BATCHES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# name: (files to write, flags, words of the message). {d} is the folder of the files.
+CASES = {
+    "unknown YAML key": (
+        {"my.yaml": "packing: true\nlearning_rat: 1.0e-5\n"},
+        ["--config", "{d}/my.yaml"],
+        ["my.yaml:2", "learning_rat", 'did you mean "learning_rate"'],
+    ),
+    "no such YAML": ({}, ["--config", "{d}/none.yaml"], ["no recipe file", "none.yaml"]),
+    "unknown flag": ({}, ["--max_lenght", "5"], ["--max_lenght", 'did you mean "--max_length"']),
+    "flag without effect": ({}, ["--packing_strategy", "wrapped"], ["packing_strategy has no effect here"]),
+    "unknown ds_config key": (
+        {"ds.json": json.dumps({"zero_optimisation": {"stage": 2}})},
+        ["--deepspeed", "{d}/ds.json"],
+        ["ds.json", "zero_optimisation", 'did you mean "zero_optimization"'],
+    ),
+    "unknown nested ds_config key": (
+        {"ds.json": json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}})},
+        ["--deepspeed", "{d}/ds.json"],
+        ["zero_optimization.overlap_com", 'did you mean "overlap_comm"'],
+    ),
+    "ds_config is no JSON": (
+        {"ds.json": '{\n "zero_optimization": {"stage": 2,}\n}'},
+        ["--deepspeed", "{d}/ds.json"],
+        ["ds.json:2"],
+    ),
+    "ds_config is missing": ({}, ["--deepspeed", "{d}/none.json"], ["none.json", "does not exist"]),
+    "batch size against its factors": (
+        {"ds.json": json.dumps(ZERO2 | {"train_batch_size": 7, "train_micro_batch_size_per_gpu": "auto"})},
+        ["--deepspeed", "{d}/ds.json", "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "1"],
+        ["train_batch_size", "7", "4"],
+    ),
+    "accumulation in two places": (
+        {"ds.json": json.dumps(ZERO2 | BATCHES | {"gradient_accumulation_steps": 3})},
+        ["--deepspeed", "{d}/ds.json", "--gradient_accumulation_steps", "2"],
+        ["gradient_accumulation_steps", "3", "2", "command line"],
+    ),
+    "optimizer that cannot be offloaded": (
+        {},
+        ["--deepspeed", "zero2_offload", "--optim", "adafactor"],
+        ["adafactor", "offload"],
+    ),
+    "scheduler in two places": (
+        {"ds.json": json.dumps(ZERO2 | BATCHES | {"scheduler": {"type": "WarmupLR", "params": {}}})},
+        ["--deepspeed", "{d}/ds.json", "--lr_scheduler_type", "cosine"],
+        ["WarmupLR", "lr_scheduler_type"],
+    ),
+    "data file is missing": ({"data1.jsonl": lines(GOOD)}, ["--dataset_name", "{d}/data.jsonl"], ["data.jsonl"]),
+    "data file is empty": ({"a.jsonl": ""}, ["--dataset_name", "{d}/a.jsonl"], ["a.jsonl", "empty"]),
+    "bad JSON in line 2": (
+        {"a.jsonl": lines(GOOD) + '{"prompt": "x", "completion"\n'},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["a.jsonl:2"],
+    ),
+    "not UTF-8": ({"a.jsonl": b'{"text": "caf\xe9"}\n'}, ["--dataset_name", "{d}/a.jsonl"], ["a.jsonl", "UTF-8"]),
+    "wrong type in a column": (
+        {"a.jsonl": lines(GOOD, {"prompt": "x", "completion": 7})},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["a.jsonl:2", "completion"],
+    ),
+    "mixed shapes": (
+        {"a.jsonl": lines(GOOD), "b.jsonl": lines({"text": "words"})},
+        ["--dataset_name", "{d}"],
+        ["b.jsonl", "text"],
+    ),
+    "columns that fit no shape": (
+        {"a.csv": "question,answer\n1+1?,2\n"},
+        ["--dataset_name", "{d}/a.csv"],
+        ["question", "answer", "messages"],
+    ),
+    "prompts without answers": (
+        {"a.jsonl": lines(*[{"prompt": f"question {i}", "completion": ""} for i in range(5)])},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["5 rows read", "answer"],
+    ),
+    "all rows too long": (
+        {"a.jsonl": lines(*[{"prompt": "why " * 50 + str(i), "completion": "so"} for i in range(6)])},
+        ["--dataset_name", "{d}/a.jsonl", "--max_length", "16"],
+        ["all 6 rows", "max_length 16", "shortest needs"],
+    ),
+    "token ids outside the vocabulary": (
+        {"a.jsonl": lines({"input_ids": [1, 2, 99999]})},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["99999"],
+    ),
+    "fewer rows than a batch": (
+        {"a.jsonl": lines(*[GOOD | {"prompt": f"What is {i}?"} for i in range(5)])},
+        ["--dataset_name", "{d}/a.jsonl", "--packing", "false", "--held_out_rows", "0"],
+        ["5 rows", "one global batch needs 16"],
+    ),
+    "gzip that is none": ({"a.jsonl.gz": "plain text"}, ["--dataset_name", "{d}/a.jsonl.gz"], ["a.jsonl.gz"]),
+    "model is no model": ({"m/notes.txt": "x"}, ["--model_name_or_path", "{d}/m"], ["config.json"]),
+    "model has no weights": (
+        {"m/config.json": (ROOT / "slipway/tiny_llama.json").read_text()},
+        ["--model_name_or_path", "{d}/m"],
+        ["weights"],
+    ),
+    "model path is missing": ({}, ["--model_name_or_path", "{d}/none/model"], ["none/model"]),
+    "hub is unreachable": (
+        {},
+        ["--model_name_or_path", "someone/some-model"],
+        ["someone/some-model", "127.0.0.1:9"],
+    ),
+    "OUTPUT holds something else": (
+        {"out/thesis.tex": "years of work"},
+        ["--output_dir", "{d}/out"],
+        ["not empty", "another folder"],
+    ),
+    "OUTPUT is a file": ({"out": "x"}, ["--output_dir", "{d}/out/run"], ["is a file"]),
+    "fp16 on a CPU": ({}, ["--fp16", "true"], ["fp16", "GPU"]),
+    "bf16 and fp16": ({}, ["--fp16", "true", "--bf16", "true"], ["bf16", "fp16", "both"]),
+    "4-bit weights without a GPU": ({}, ["--load_in_4bit", "true"], ["load_in_4bit needs a GPU"]),
+    "flash attention without a GPU": ({}, ["--attn", "flash_attention_2"], ["flash_attention_2", "GPU"]),
+    "unknown attention": ({}, ["--attn", "sdpaa"], ['did you mean "sdpa"']),
+    "NPROC 0": ({}, ["NPROC"], ["NPROC=0"]),
+}
+WHERE = {"hub is unreachable": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}}
+
+
+def start(name: str, folder: Path):
+    files, flags, _ = CASES[name]
+    folder.mkdir()
+    for file, content in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    words = [flag.replace("{d}", str(folder)) for flag in flags]
+    nproc = ["--nproc", "0"] if words == ["NPROC"] else []
+    words = [] if nproc else words
+    usual = {
+        "--config": FINETUNE.parent / "zero2.yaml",
+        "--model_name_or_path": "tiny-llama",
+        "--output_dir": folder / "output",
+    }
+    words += [str(word) for flag, value in usual.items() if flag not in words for word in (flag, value)]
+    return run(sys.executable, ROOT / "scripts/launch.py", *nproc, FINETUNE, *words, timeout=120, **WHERE.get(name, {}))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """All cases, started two at a time: most of a start is importing."""
+    top = tmp_path_factory.mktemp("bad")
+    assert launch("--max_rows", 0, "--output_dir", top / "warm").returncode == 2  # makes the caches
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {name: (top / str(i), pool.submit(start, name, top / str(i))) for i, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_message(name, results):
+    folder, future = results[name]
+    done = future.result()
+    assert done.returncode == 2, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert "\n  fix: " in done.stderr
+    for word in CASES[name][2]:
+        assert word in done.stderr, f"{word!r} is not in: {done.stderr}"
+    assert not (folder / "output").exists()
+
+
+def test_what_was_in_output_is_still_there(results):
+    folder, future = results["OUTPUT holds something else"]
+    future.result()
+    assert (folder / "out" / "thesis.tex").read_text() == "years of work"
+
+
+def test_make_lists_the_recipes_where_one_is_unknown():
+    done = run("make", "finetune-llama", "RECIPE=zero4", timeout=20, SLIPWAY_PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert "No recipe zero4. Recipes: ddp, lora" in done.stderr
