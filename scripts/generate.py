@@ -15,8 +15,6 @@ from slipway import models
 from slipway.errors import InputError, stop_on_bad_input
 from slipway.weights import has_weights
 
-INTERRUPTED = 130
-
 
 def main(argv: list[str]) -> None:
     """Prints the answer to what `argv` asks. Raises InputError."""
@@ -92,9 +90,5 @@ def _load(model: models.Model, tokenizer: object, trust_remote_code: bool) -> ob
 
 
 if __name__ == "__main__":
-    try:
-        with stop_on_bad_input():
-            main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    with stop_on_bad_input():
+        main(sys.argv[1:])

@@ -38,6 +38,8 @@ def stop_on_bad_input() -> Iterator[None]:
             print(error, file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr, flush=True)
         sys.exit(EXIT_CTRL_C)
 
 
