@@ -9,6 +9,7 @@ import pytest
 from harness import FINETUNE, ROOT, launch, run
 
 GOOD = {"prompt": "What is one and one?", "completion": "Two."}
+KEPT = "OUTPUT holds something else"
 ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
 BATCHES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 
@@ -119,7 +120,7 @@ CASES = {
         ["--model_name_or_path", "someone/some-model"],
         ["someone/some-model", "127.0.0.1:9"],
     ),
-    "OUTPUT holds something else": (
+    KEPT: (
         {"out/thesis.tex": "years of work"},
         ["--output_dir", "{d}/out"],
         ["not empty", "another folder"],
@@ -155,12 +156,14 @@ def start(name: str, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """All cases, started two at a time: most of a start is importing."""
+def results(tmp_path_factory, request):
+    """The selected cases, started two at a time: most of a start is importing."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [name for name in CASES if name == KEPT or any(params.get("name") == name for params in calls)]
     top = tmp_path_factory.mktemp("bad")
     assert launch("--max_rows", 0, "--output_dir", top / "warm").returncode == 2  # makes the caches
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {name: (top / str(i), pool.submit(start, name, top / str(i))) for i, name in enumerate(CASES)}
+        yield {name: (top / str(i), pool.submit(start, name, top / str(i))) for i, name in enumerate(chosen)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -177,7 +180,7 @@ def test_bad_input_is_one_message(name, results):
 
 
 def test_what_was_in_output_is_still_there(results):
-    folder, future = results["OUTPUT holds something else"]
+    folder, future = results[KEPT]
     future.result()
     assert (folder / "out" / "thesis.tex").read_text() == "years of work"
 
