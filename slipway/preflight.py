@@ -45,8 +45,9 @@ def check(argv: list[str], world: World) -> Plan:
     choice = attention.choose(
         asked.get("attn"), dtype=precision, packing=asked.get("packing"), device=attention.Device.current()
     )
-    model = models.resolve(asked.get("model_name_or_path") or "smollm2-135m", revision=asked.get("model_revision"))
-    tokenizer = models.load_tokenizer(model)
+    name, trusted = asked.get("model_name_or_path") or "smollm2-135m", asked.get("trust_remote_code")
+    model = models.resolve(name, revision=asked.get("model_revision"), trust_remote_code=trusted)
+    tokenizer = models.load_tokenizer(model, trust_remote_code=trusted)
     parameters = models.parameters(model.config)
     _check_memory(asked, parameters, facts, precision, world, output)
     data = _prepare(asked, model, tokenizer, world)

@@ -74,7 +74,7 @@ def show_plan(plan: Any) -> None:
         f"{micro * steps * world.size} sequences of at most {asked.get('max_length')} tokens",
     )
     table.add_row("output", str(plan.output))
-    for notice in plan.notices:
+    for notice in [*plan.notices, *plan.model.notes]:
         table.add_row("note", notice)
     console().print(table)
 
