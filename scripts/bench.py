@@ -188,8 +188,7 @@ def _prepared(asked: argparse.Namespace, packing: bool) -> tuple[Any, Any, Any]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     precision = "bf16" if on_gpu else "fp32"
     choice = attention.choose("auto", dtype=precision, packing=packing, device=attention.Device.current())
-    if choice.name == "xformers":
-        attention.register()
+    attention.register(choice.name)
     distributed = torch.distributed.is_initialized()
     model = models.load(found, tokenizer, dtype=dtype, attn=choice.name, zero3=distributed)
     return model, tokenizer, data.train

@@ -1,11 +1,11 @@
 """Which attention kernel a run uses, and that it keeps packed sequences apart.
 
     choice = choose("auto", dtype="bfloat16", packing=True, device=Device.current())  # before the launch
-    register()  # on every rank, before the model is made
+    register(choice.name)  # on every rank, before the model is made
     AutoModelForCausalLM.from_pretrained(..., attn_implementation=choice.name)
 
 A packed row holds several sequences and has no attention mask; only its position ids, starting again at 0,
-mark the borders. sdpa and eager turn them into a dense mask, flash_attention_2 and xformers into lengths.
+mark the borders. eager turns them into a dense mask, flash_attention_2, xformers and our sdpa_packed into lengths.
 transformers looks at them only under use_cache=False: SFTTrainer passes it, other callers must too.
 """
 
@@ -15,14 +15,14 @@ import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from packaging.requirements import Requirement
 
 from slipway.errors import InputError, nearest
 
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "xformers", "eager")
-# Fastest first. For packed rows sdpa needs a dense mask, tokens squared, and computes what is masked too.
+# Fastest first. For packed rows sdpa becomes sdpa_packed: as it is it needs a dense mask, tokens squared, and
+# computes what is masked too.
 _ORDER_PACKED = ("flash_attention_2", "xformers", "sdpa")
 _ORDER_UNPACKED = ("flash_attention_2", "sdpa", "xformers")
 _LONG_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -51,7 +51,7 @@ class Device:
         return cls(True, capability, name, _flash_attn_loads(), _xformers_fits_torch())
 
     def __str__(self) -> str:
-        return f"{self.name}, sm_{self.capability[0]}{self.capability[1]}" if self.has_cuda else "no GPU"
+        return f"{self.name}, sm_{self.capability[0]}{self.capability[1]}" if self.has_cuda else "a CPU"
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,24 @@ def choose(asked: str, *, dtype: str, packing: bool, device: Device) -> Choice:
         obstacle = _obstacle(asked, dtype, device)
         if obstacle:
             raise InputError(f"ATTN={asked}: {obstacle[0]}", fix=f"{obstacle[1]}, or leave it to ATTN=auto")
-        return Choice(asked, f"asked for{_cost(asked, packing)}")
+        return _choice(asked, "asked for", packing)
     passed_over = ""
     for name in _ORDER_PACKED if packing else _ORDER_UNPACKED:  # sdpa, in both, always can be had
         obstacle = _obstacle(name, dtype, device)
         if not obstacle:
             break
-        passed_over += f"; not {name}: {obstacle[0]}"
+        if device.has_cuda:  # without one nobody expects another kernel
+            passed_over += f"; not {name}: {obstacle[0]}"
     rows = "packed" if packing else "unpacked"
-    return Choice(name, f"fastest for {rows} {dtype} here ({device}){_cost(name, packing)}{passed_over}")
+    return _choice(name, f"fastest for {rows} {dtype} on {device}", packing, passed_over)
 
 
-def _cost(name: str, packing: bool) -> str:
-    """What to know about the kernel `name`, as a clause of the reason."""
-    if name == "eager":
-        return "; right but slow: whole score matrices in memory"
+def _choice(name: str, why: str, packing: bool, passed_over: str = "") -> Choice:
+    """The choice of the kernel `name`, with what to know about it as a clause of the reason."""
     if name == "sdpa" and packing:
-        return "; packed rows take a dense mask, whose memory grows with the square of a micro-batch's tokens"
-    return ""
+        return Choice("sdpa_packed", f"{why}: each sequence of a row on its own{passed_over}")
+    slow = "; right but slow: whole score matrices in memory" if name == "eager" else ""
+    return Choice(name, f"{why}{slow}{passed_over}")
 
 
 def _obstacle(name: str, dtype: str, device: Device) -> tuple[str, str] | None:
@@ -139,54 +139,23 @@ def _xformers_fits_torch() -> bool:
     return all(need.specifier.contains(torch, prereleases=True) for need in needs if need.name == "torch")
 
 
-def packed_is_safe(name: str) -> bool:
-    """Whether the attention `name` keeps the sequences of a packed row apart (a test proves each)."""
-    return name in ATTENTION and name != "auto"
+def register(name: str) -> None:
+    """Makes the attention `name` known to transformers in this process, where it is not; may be called again.
 
-
-def check_packing(name: str, strategy: str = "bfd") -> None:
-    """Raises InputError if sequences of a packed row would see each other: attention `name` is not known to
-    keep them apart, or TRL's packing `strategy` hands out rows without borders."""
-    if not packed_is_safe(name):
-        raise InputError(
-            f"attn_implementation={name}: not known to keep the sequences of a packed row apart",
-            fix=f"use one of {', '.join(filter(packed_is_safe, ATTENTION))}, or packing: false",
-        )
-    if strategy == "wrapped":
-        raise InputError(
-            "packing_strategy=wrapped: marks no borders, so sequences of a row attend to each other",
-            fix="use packing_strategy: bfd (cuts off what is over max_length) or bfd_split (keeps it)",
-        )
-
-
-def border_leak(model: Any) -> float:
-    """How much a packed sequence sees of the one before it in `model`: 0 nothing, 1 as if no border were.
-
-    It is the change of the second sequence's logits when the first one changes, over the same change in a row
-    without border. Four forwards of 16 tokens; under ZeRO-3 all ranks call it or none.
+    Raises InputError if xformers is asked for and cannot be imported.
     """
-    import torch
+    if name == "sdpa_packed":
+        from transformers import AttentionInterface, AttentionMaskInterface
 
-    first, second = torch.arange(1, 9, device=model.device), torch.arange(9, 17, device=model.device)
-    was_training = model.training
-    model.eval()
-    change = []
-    for positions in (torch.cat([first, first]) - 1, torch.cat([first, second]) - 1):
-        logits = []
-        for start in (first, first + 16):
-            inputs = {"input_ids": torch.cat([start, second])[None], "position_ids": positions[None]}
-            with torch.no_grad():
-                logits.append(model(**inputs, use_cache=False).logits[0, 8:])
-        change.append((logits[0] - logits[1]).abs().max().item())
-    model.train(was_training)
-    return change[0] / change[1]
+        from slipway.packed_sdpa import packed_attention, packed_mask
+
+        AttentionInterface.register(name, packed_attention)
+        AttentionMaskInterface.register(name, packed_mask)
+    elif name == "xformers":
+        _register_xformers()
 
 
-def register() -> None:
-    """Makes `attn_implementation="xformers"` known to transformers in this process; may be called again.
-
-    Raises InputError if xformers cannot be imported.
-    """
+def _register_xformers() -> None:
     # xformers refuses a flash-attn newer than it knows, though neither interface nor kernels changed.
     os.environ["XFORMERS_IGNORE_FLASH_VERSION_CHECK"] = "1"
     import torch

@@ -15,6 +15,8 @@ from xformers.ops.fmha.attn_bias import (
     BlockDiagonalCausalMask,
 )
 
+from slipway.borders import sequence_starts
+
 # Arguments that other models hand to their attention and that this one would have to leave out.
 _EXTRAS = ("softcap", "sliding_window", "s_aux", "position_bias")
 
@@ -55,7 +57,9 @@ def blocks(
         raise ValueError("attention xformers has no window, chunks or own masks: use sdpa for this model")
     if kv_length != q_offset + q_length:
         raise ValueError("attention xformers has no static cache: leave cache_implementation out, or use sdpa")
-    starts = _starts(mask_function, batch_size, kv_length, device)
+    starts = sequence_starts(mask_function, batch_size, kv_length, device)
+    if starts is None:
+        raise ValueError("attention xformers is causal and this model looks ahead: use sdpa for it")
     sequence = starts.flatten().cumsum(0).view(batch_size, kv_length) - 1
     seen = torch.ones_like(starts) if attention_mask is None else attention_mask
     count = int(sequence[-1, -1]) + 1
@@ -70,19 +74,6 @@ def blocks(
 
 def _kept(seen: torch.Tensor) -> torch.Tensor | None:
     return None if seen.all() else seen.flatten().nonzero().flatten()
-
-
-def _starts(mask_function: Callable, batch_size: int, length: int, device: torch.device) -> torch.Tensor:
-    """(rows, length) bool: True where a token does not see the one before it, so a sequence starts there.
-
-    Asks the mask about neighbours only, so its cost grows with length and not with its square.
-    """
-    rows, here = torch.arange(batch_size, device=device)[:, None], torch.arange(length, device=device)[None]
-    before, head = (here - 1).clamp(min=0), here.new_zeros(())
-    if mask_function(rows, head, before, here).expand(batch_size, -1)[:, 1:].any():
-        raise ValueError("attention xformers is causal and this model looks ahead: use sdpa for it")
-    starts = ~mask_function(rows, head, here, before).expand(batch_size, -1)
-    return torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], dim=1)
 
 
 def attention_over(kernel: Callable) -> Callable:

@@ -1,10 +1,13 @@
 """The choice of an attention kernel: what each machine gets, what is refused, and with which words."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from slipway import attention
-from slipway.attention import ATTENTION, Device, check_packing, choose, packed_is_safe
+from slipway.attention import ATTENTION, Device, choose
 from slipway.errors import InputError
 
 NO_GPU = Device(False, None, None, flash_attn=True, xformers=True)
@@ -18,10 +21,10 @@ RTX_5090 = Device(True, (12, 0), "NVIDIA GeForce RTX 5090", flash_attn=True, xfo
 @pytest.mark.parametrize(
     ("device", "dtype", "packing", "expected"),
     [
-        (NO_GPU, "float32", True, "sdpa"),
+        (NO_GPU, "float32", True, "sdpa_packed"),
         (NO_GPU, "bf16", False, "sdpa"),
         (T4, "fp16", True, "xformers"),
-        (T4, "bf16", True, "sdpa"),
+        (T4, "bf16", True, "sdpa_packed"),
         (T4, "float16", False, "sdpa"),
         (H100, "bfloat16", True, "flash_attention_2"),
         (H100, "bf16", False, "flash_attention_2"),
@@ -29,18 +32,20 @@ RTX_5090 = Device(True, (12, 0), "NVIDIA GeForce RTX 5090", flash_attn=True, xfo
         (H100, "float32", False, "sdpa"),
         (H100_NO_FLASH, "bf16", True, "xformers"),
         (H100_NO_FLASH, "bf16", False, "sdpa"),
-        (H100_BARE, "bf16", True, "sdpa"),
+        (H100_BARE, "bf16", True, "sdpa_packed"),
         (RTX_5090, "bf16", True, "flash_attention_2"),
     ],
 )
 def test_auto_takes_the_fastest_that_the_machine_has(device, dtype, packing, expected):
     choice = choose("auto", dtype=dtype, packing=packing, device=device)
     assert choice.name == expected
-    assert (device.name or "no GPU") in choice.reason
-    order = ["flash_attention_2", "xformers", "sdpa"] if packing else ["flash_attention_2", "sdpa", "xformers"]
+    assert (device.name or "a CPU") in choice.reason
+    order = ["flash_attention_2", "xformers", "sdpa_packed"] if packing else ["flash_attention_2", "sdpa"]
     for faster in order[: order.index(expected)]:
-        assert f"not {faster}: " in choice.reason
-    assert ("dense mask" in choice.reason) == (packing and expected == "sdpa")
+        assert (f"not {faster}: " in choice.reason) == device.has_cuda
+    assert ("each sequence of a row on its own" in choice.reason) == (expected == "sdpa_packed")
+    if not device.has_cuda:
+        assert len(choice.reason) <= 100, "the console shows it on one line"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +71,12 @@ def test_a_kernel_that_cannot_be_had_is_refused(asked, device, dtype, found):
 
 
 def test_what_can_be_had_is_taken_as_asked():
-    for asked in ATTENTION[1:]:
-        assert choose(asked, dtype="bf16", packing=True, device=H100).name == asked
-    for asked in ("sdpa", "eager"):
-        assert choose(asked, dtype="fp32", packing=True, device=NO_GPU).name == asked
+    for packing, packed in ((False, "sdpa"), (True, "sdpa_packed")):
+        for asked in ATTENTION[1:]:
+            expected = packed if asked == "sdpa" else asked
+            assert choose(asked, dtype="bf16", packing=packing, device=H100).name == expected
+        for asked, expected in (("sdpa", packed), ("eager", "eager")):
+            assert choose(asked, dtype="fp32", packing=packing, device=NO_GPU).name == expected
 
 
 def test_this_machine_is_read():
@@ -84,13 +91,17 @@ def test_xformers_of_another_torch_does_not_count(monkeypatch):
     assert not Device.current().xformers
 
 
-def test_packing_needs_a_kernel_and_a_strategy_with_borders():
-    for name in ATTENTION[1:]:
-        assert packed_is_safe(name)
-        check_packing(name, "bfd")
-        check_packing(name, "bfd_split")
-    for name in ("auto", "flex_attention", "org/kernel"):
-        with pytest.raises(InputError, match=f"attn_implementation={name}: "):
-            check_packing(name)
-    with pytest.raises(InputError, match="packing_strategy=wrapped"):
-        check_packing("sdpa", "wrapped")
+def test_xformers_is_imported_only_for_xformers():
+    names = [*ATTENTION[1:], "sdpa_packed"]
+    names.remove("xformers")
+    code = f"""
+import sys
+from slipway import attention
+for name in {names}:
+    attention.register(name)
+assert "slipway.packed_sdpa" in sys.modules
+assert "xformers" not in sys.modules
+attention.register("xformers")
+assert "xformers" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

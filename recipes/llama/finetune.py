@@ -37,8 +37,7 @@ def main(argv: list[str]) -> None:
     run = record.Record(plan.output, plan.as_asked())
     run.add()  # a run that ends badly leaves what was asked of it
 
-    if plan.attention.name == "xformers":
-        attention.register()
+    attention.register(plan.attention.name)
     # After the arguments: under ZeRO-3 they tell from_pretrained to partition each layer as it is read.
     model = models.load(
         plan.model,
