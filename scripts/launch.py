@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
         return 0
     plan = recipe.preflight.check(asked.arguments, world)
     if plan.ds_config and not world.on_gpu:
-        ops.prepare(offload="cpu" in (plan.ds_facts["offload_optimizer"], plan.ds_facts["offload_param"]))
+        devices = plan.ds_facts["offload_optimizer"], plan.ds_facts["offload_param"]
+        ops.prepare(offload="cpu" in devices, nvme="nvme" in devices)
     os.environ["SLIPWAY_WORLD_SIZE"] = str(world.size)
     return _run(world.size, asked.script, [*asked.arguments, "--output_dir", str(plan.output)])
 

@@ -20,12 +20,13 @@ from slipway.errors import InputError, nearest
 
 __all__ = [
     "check",
-    "check_accelerate_yaml",
+    "check_accelerate_keys",
     "conflicts",
     "facts_of",
     "find",
     "find_problems",
     "load",
+    "nvme_folders",
     "precision_of",
     "resolve",
     "set_nvme_path",
@@ -234,17 +235,25 @@ def _offload_rules(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[str
         )
 
 
+def nvme_folders(config: dict[str, Any]) -> dict[str | None, list[str]]:
+    """The offload sections whose device is "nvme", by their nvme_path."""
+    folders: dict[str | None, list[str]] = {}
+    for section in OFFLOADS:
+        if facts_of(config)[section] == "nvme":
+            folders.setdefault(config["zero_optimization"][section].get("nvme_path"), []).append(section)
+    return folders
+
+
 def set_nvme_path(config: dict[str, Any], path: str) -> None:
     """Write `path` into each offload section whose device is "nvme"; InputError if there is none."""
-    sections = [at(config, f"zero_optimization.{section}") for section in OFFLOADS]
-    nvme = [section for section in sections if isinstance(section, dict) and section.get("device") == "nvme"]
-    if not nvme:
+    sections = [section for some in nvme_folders(config).values() for section in some]
+    if not sections:
         raise InputError(
             f"nvme_path {path} was given, but this ds_config offloads nothing to NVMe",
             "drop it, or take ds_configs/zero3_nvme.json",
         )
-    for section in nvme:
-        section["nvme_path"] = str(path)
+    for section in sections:
+        config["zero_optimization"][section]["nvme_path"] = str(path)
 
 
 def facts_of(config: dict[str, Any] | None) -> dict[str, Any]:
@@ -254,7 +263,7 @@ def facts_of(config: dict[str, Any] | None) -> dict[str, Any]:
     return {"zero_stage": zero.get("stage", 0), **devices}
 
 
-# Of accelerate's YAML: what its DeepSpeedPlugin refuses beside deepspeed_config_file, listing all nine.
+# Keys of accelerate's YAML that its DeepSpeedPlugin refuses beside deepspeed_config_file, listing all nine.
 YAML_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -264,25 +273,18 @@ YAML_KEYS = (
     "offload_param_nvme_path",
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
+    "mixed_precision",
 )
 
 
-def check_accelerate_yaml(path: str | Path) -> None:
-    """InputError naming the keys of an accelerate YAML that its deepspeed_config_file leaves no room for."""
-    import yaml
+def check_accelerate_keys(given: str, path: str) -> None:
+    """InputError naming the keys of accelerate's YAML that leave no room for its deepspeed_config_file `path`.
 
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: no valid YAML: {error}", "write it with `accelerate config`") from error
-    section = content.get("deepspeed_config") if isinstance(content, dict) else None
-    if not isinstance(section, dict) or not section.get("deepspeed_config_file"):
-        return
-    wrong = [f"deepspeed_config.{key}" for key in YAML_KEYS if key in section]
-    wrong += ["mixed_precision"] if content.get("mixed_precision") is not None else []
+    `given` is what accelerate launch says it read: keys with commas between (ACCELERATE_CONFIG_DS_FIELDS).
+    """
+    wrong = [key for key in given.split(",") if key in YAML_KEYS]
     if wrong:
         raise InputError(
-            f"{path}: {', '.join(wrong)} cannot stand beside deepspeed_config_file",
-            f"drop it here and write it in {section['deepspeed_config_file']}",
+            f"accelerate's config file: {', '.join(wrong)} cannot stand beside deepspeed_config_file",
+            f"take {'it' if len(wrong) == 1 else 'them'} out there; what counts is in {path}",
         )

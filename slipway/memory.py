@@ -83,6 +83,26 @@ def check_host(need: int) -> None:
         )
 
 
+def nvme_need(size: Size, sections: list[str], local_share: float) -> int:
+    """Bytes that NVMe offload takes on this node's disk: Adam's state, fp32 weights and gradients; the weights."""
+    optimizer = size.trainable * 16 if "offload_optimizer" in sections else 0
+    return int(local_share * (optimizer + (size.parameters * size.weight_bytes if "offload_param" in sections else 0)))
+
+
+def check_nvme(folder: Path, need: int) -> None:
+    """InputError unless `folder` is there, can be written, and has room for `need` bytes."""
+    fix = "name a folder on an NVMe disk: --nvme_path FOLDER"
+    if not folder.is_dir():
+        raise InputError(f"nvme_path {folder} {'is a file' if folder.exists() else 'does not exist'}", fix)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"nvme_path {folder} cannot be written by user {os.getuid()}", fix)
+    if need > free_disk(folder):
+        raise InputError(
+            f"nvme_path {folder}: offloading needs about {need / GIB:.1f} GiB, {free_disk(folder) / GIB:.1f} are free",
+            "name a folder on a larger disk",
+        )
+
+
 def peak_rss() -> int:
     """The most host memory this process has held, in bytes."""
     import resource

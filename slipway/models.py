@@ -19,7 +19,7 @@ from slipway.errors import InputError, nearest
 from slipway.generation import answers, prompt_text
 from slipway.loading import adapter_model, load, merge
 from slipway.tokenizers import FILES, load_tokenizer
-from slipway.weights import SavedModelError, check_saved, flops_per_token, parameters
+from slipway.weights import SavedModelError, check_saved, flops_per_token, let_others_read, parameters
 
 __all__ = [
     "Model",
@@ -28,6 +28,7 @@ __all__ = [
     "answers",
     "check_saved",
     "flops_per_token",
+    "let_others_read",
     "load",
     "load_tokenizer",
     "merge",

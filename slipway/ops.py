@@ -6,6 +6,7 @@ long ago. Here one process builds, under a lock that the system drops with the p
 
 import os
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from slipway.errors import InputError
 
 SHM = "deepspeed_shm_comm"  # collectives between CPU ranks of one machine
 ADAM = "cpu_adam"  # the optimizer of offloaded state
+PIN, AIO = "pin_memory", "async_io"  # reads and writes of NVMe offload; the second needs the first
+_BUILDERS = {SHM: "ShareMemCommBuilder", ADAM: "CPUAdamBuilder", PIN: "PinMemoryBuilder", AIO: "AsyncIOBuilder"}
+_LOCK_HELD_S = 120  # a lock with nothing to build is held while a library is loaded: seconds
 
 
-def prepare(offload: bool) -> None:
+def prepare(offload: bool, nvme: bool = False) -> None:
     """Build what CPU ranks under DeepSpeed load; returns at once where it is built. Sets TORCH_EXTENSIONS_DIR.
 
     Raises InputError if an op cannot be built, with the compiler's last lines.
@@ -28,23 +32,42 @@ def prepare(offload: bool) -> None:
     ours = cache.root() / "torch_extensions" / kind
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ours)))
     folder.mkdir(parents=True, exist_ok=True)
+    wanted = [SHM, *[ADAM] * (offload or nvme), *[PIN, AIO] * nvme]
     with FileLock(folder / "slipway.lock"):
-        missing = [name for name in (SHM, ADAM)[: 1 + offload] if not list(folder.glob(f"**/{name}/{name}.so"))]
+        missing = [name for name in wanted if not list(folder.glob(f"**/{name}/{name}.so"))]
+        _remove_stale_locks(folder, building=bool(missing))
         if not missing:
             return
-        for stale in folder.glob("**/lock"):
-            print(f"removed {stale}: its build was broken off", file=sys.stderr)
-            stale.unlink()
         print(f"building {', '.join(missing)} for DeepSpeed, once: up to two minutes", file=sys.stderr, flush=True)
         for name in missing:
             _build(name)
 
 
+def check_async_io() -> None:
+    """InputError unless DeepSpeed's async I/O, which NVMe offload runs on, is built or can be."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    if not installed_ops.get(AIO) and not AsyncIOBuilder().has_function("io_submit", ("aio",)):
+        raise InputError(
+            "NVMe offload needs libaio and its headers, which the compiler does not find here",
+            "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or take RECIPE=zero3_offload",
+        )
+
+
+def _remove_stale_locks(folder: Path, building: bool) -> None:
+    """Removes the locks of broken-off builds and loads, for which torch would wait; not that of a run loading now."""
+    for lock in folder.glob("**/lock"):
+        if building or time.time() - lock.stat().st_mtime > _LOCK_HELD_S:
+            print(f"removed {lock}: its build was broken off", file=sys.stderr)
+            lock.unlink(missing_ok=True)
+
+
 def _build(name: str) -> None:
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+    from deepspeed.ops.op_builder import cpu
 
     try:
-        {SHM: ShareMemCommBuilder, ADAM: CPUAdamBuilder}[name]().load(verbose=False)
+        getattr(cpu, _BUILDERS[name])().load(verbose=False)
     except (RuntimeError, OSError, ImportError) as error:
         last = "\n  ".join(str(error).strip().splitlines()[-3:])
         raise InputError(

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipway import arguments, attention, ds_config, encode, memory, models, record, topology
+from slipway import arguments, attention, ds_config, encode, memory, models, ops, record, topology
 from slipway.arguments import Asked
 from slipway.errors import InputError
 from slipway.plan import Plan
+from slipway.tokenizers import last_id
 from slipway.topology import World
 
 # A run of the shipped recipes on the embedded data without a GPU is a demonstration: minutes, not days.
@@ -22,7 +23,7 @@ DEMONSTRATION = {
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": False,
     "learning_rate": 3e-4,
-    "max_steps": 24,
+    "max_steps": 32,
     "logging_steps": 1,
     "held_out_rows": 24,
 }
@@ -49,7 +50,7 @@ def check(argv: list[str], world: World) -> Plan:
     model = models.resolve(name, revision=asked.get("model_revision"), trust_remote_code=trusted)
     tokenizer = models.load_tokenizer(model, trust_remote_code=trusted)
     parameters = models.parameters(model.config)
-    _check_memory(asked, parameters, facts, precision, world, output)
+    _check_memory(asked, parameters, config, precision, world, output)
     data = _prepare(asked, model, tokenizer, world)
     values = {key: (asked.get(key), asked.origin(key)) for key in asked.defaults}
     resolved, origins = (
@@ -153,6 +154,13 @@ def _read_ds_config(asked: Asked) -> tuple[dict[str, Any] | None, str | None]:
             f"two ds_configs: {name} ({asked.origin('deepspeed')}) and {launcher} (accelerate launch)",
             "name one",
         )
+    if launcher:
+        ds_config.check_accelerate_keys(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""), launcher)
+    elif not name and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise InputError(
+            "accelerate launch asks for DeepSpeed and names no ds_config",
+            "give --deepspeed_config_file FILE before the script (ds_configs/ has some), or --deepspeed FILE after it",
+        )
     if launcher and not name:
         name = launcher
         asked.set("deepspeed", launcher, "accelerate launch --deepspeed_config_file")
@@ -174,15 +182,20 @@ def _check_ds_config(config: dict[str, Any], path: str, asked: Asked, world: Wor
 
 
 def _check_memory(
-    asked: Asked, parameters: int, facts: dict[str, Any], precision: str, world: World, output: Path
+    asked: Asked, parameters: int, config: dict[str, Any] | None, precision: str, world: World, output: Path
 ) -> None:
+    facts = ds_config.facts_of(config)
     trainable = parameters // 50 if asked.get("use_peft") else parameters  # an adapter is a few per cent at most
     size = memory.Size(parameters, trainable, 4 if precision == "fp32" else 2)
     if os.environ.get("RANK", "0") == "0":
         kept = asked.get("save_total_limit") or 3
         memory.check_disk(output, size, 0 if asked.get("save_strategy") == "no" else kept + 1)
-    on_host = {key: facts[key] == "cpu" for key in ("offload_optimizer", "offload_param")}
-    memory.check_host(memory.host_need(size, **on_host, local_share=world.local_size / world.size))
+    share = world.local_size / world.size
+    on_host = {key: facts[key] == "cpu" for key in ds_config.OFFLOADS}
+    memory.check_host(memory.host_need(size, **on_host, local_share=share))
+    for folder, sections in ds_config.nvme_folders(config or {}).items():
+        memory.check_nvme(Path(folder), memory.nvme_need(size, sections, share))
+        ops.check_async_io()
 
 
 def _prepare(asked: Asked, model: models.Model, tokenizer: Any, world: World) -> encode.Prepared:
@@ -192,7 +205,7 @@ def _prepare(asked: Asked, model: models.Model, tokenizer: Any, world: World) ->
         max_length=asked.get("max_length"),
         packing=asked.get("packing"),
         seed=asked.get("seed"),
-        vocab_size=max(model.config.vocab_size, len(tokenizer)),
+        vocab_size=max(model.config.vocab_size, last_id(tokenizer) + 1),
         shape=asked.get("shape"),
         split=asked.get("dataset_train_split"),
         config=asked.get("dataset_config"),

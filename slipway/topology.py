@@ -1,11 +1,8 @@
 """The machine a run is launched on: its GPUs, how many ranks, and what CPU ranks need to run the real engine."""
 
-import contextlib
-import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,27 +115,22 @@ def join(world: World, deepspeed: bool, timeout_s: int) -> None:
 
     from accelerate import PartialState
 
-    with _no_stdout():  # gloo prints a line a rank
-        if deepspeed:
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        elif world.size > 1:
-            PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
+    _leave_stdout_to_python()
+    if deepspeed:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    elif world.size > 1:
+        PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
-@contextlib.contextmanager
-def _no_stdout() -> Iterator[None]:
-    """Nothing reaches stdout, not even from compiled code."""
+def _leave_stdout_to_python() -> None:
+    """What Python prints goes on; what compiled code prints goes nowhere: gloo says a line for each rank and group."""
+    if sys.stdout.fileno() != 1:  # done before
+        return
     sys.stdout.flush()
-    kept = os.dup(1)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # what compiled code has printed so far still waits in C's buffer
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def precision(world: World, bf16: bool | None, fp16: bool | None, origin: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def check_saved(folder: str | Path, config: Any) -> int:
     if files[0].name != ADAPTER and getattr(config, "quantization_config", None) is None:
         _compare(folder, found, config)
     return len(found)
+
+
+def let_others_read(folder: Path) -> None:
+    """Gives the saved weights below `folder` the usual rights: safetensors writes files that only their owner reads."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def _refuse_empty(folder: Path, found: dict[str, tuple[int, ...]], kind: type[InputError]) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from harness import FINETUNE, ROOT, launch, run
+from hub_server import serving
 
 GOOD = {"prompt": "What is one and one?", "completion": "Two."}
 KEPT = "OUTPUT holds something else"
 ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+DDP, NVME = (str(FINETUNE.parent / f"{name}.yaml") for name in ("ddp", "zero3_nvme"))
 BATCHES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 
 
@@ -47,7 +49,7 @@ CASES = {
     "batch size against its factors": (
         {"ds.json": json.dumps(ZERO2 | {"train_batch_size": 7, "train_micro_batch_size_per_gpu": "auto"})},
         ["--deepspeed", "{d}/ds.json", "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "1"],
-        ["train_batch_size", "7", "4"],
+        ["train_batch_size is 7", "4"],
     ),
     "accumulation in two places": (
         {"ds.json": json.dumps(ZERO2 | BATCHES | {"gradient_accumulation_steps": 3})},
@@ -87,6 +89,11 @@ CASES = {
         ["--dataset_name", "{d}/a.csv"],
         ["question", "answer", "messages"],
     ),
+    "no usable row": (
+        {"a.jsonl": lines({"text": ""}, {"text": "  "})},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["a.jsonl: no usable row: 2 rows read"],
+    ),
     "prompts without answers": (
         {"a.jsonl": lines(*[{"prompt": f"question {i}", "completion": ""} for i in range(5)])},
         ["--dataset_name", "{d}/a.jsonl"],
@@ -114,6 +121,7 @@ CASES = {
         ["--model_name_or_path", "{d}/m"],
         ["weights"],
     ),
+    "model is gated": ({}, ["--model_name_or_path", "org/gated"], ["org/gated is gated", "hf auth login"]),
     "model path is missing": ({}, ["--model_name_or_path", "{d}/none/model"], ["none/model"]),
     "hub is unreachable": (
         {},
@@ -125,7 +133,15 @@ CASES = {
         ["--output_dir", "{d}/out"],
         ["not empty", "another folder"],
     ),
-    "OUTPUT is a file": ({"out": "x"}, ["--output_dir", "{d}/out/run"], ["is a file"]),
+    "OUTPUT is a file": ({"out": "x"}, ["--output_dir", "{d}/out"], ["/out is a file"]),
+    "OUTPUT is below a file": ({"out": "x"}, ["--output_dir", "{d}/out/run"], ["/out is a file"]),
+    "NVMe folder is not named": ({}, ["--config", NVME], ["needs an nvme_path", "--nvme_path FOLDER"]),
+    "NVMe folder is missing": (
+        {},
+        ["--config", NVME, "--nvme_path", "{d}/none"],
+        ["nvme_path", "none does not exist"],
+    ),
+    "DeepSpeed without a ds_config": ({}, ["--config", DDP], ["names no ds_config", "--deepspeed FILE"]),
     "fp16 on a CPU": ({}, ["--fp16", "true"], ["fp16", "GPU"]),
     "bf16 and fp16": ({}, ["--fp16", "true", "--bf16", "true"], ["bf16", "fp16", "both"]),
     "4-bit weights without a GPU": ({}, ["--load_in_4bit", "true"], ["load_in_4bit needs a GPU"]),
@@ -133,10 +149,14 @@ CASES = {
     "unknown attention": ({}, ["--attn", "sdpaa"], ['did you mean "sdpa"']),
     "NPROC 0": ({}, ["NPROC"], ["NPROC=0"]),
 }
-WHERE = {"hub is unreachable": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}}
+WHERE = {
+    "hub is unreachable": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
+    "model is gated": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "{hub}"},
+    "DeepSpeed without a ds_config": {"ACCELERATE_USE_DEEPSPEED": "true"},  # as accelerate launch says it
+}
 
 
-def start(name: str, folder: Path):
+def start(name: str, folder: Path, hub: str):
     files, flags, _ = CASES[name]
     folder.mkdir()
     for file, content in files.items():
@@ -152,7 +172,8 @@ def start(name: str, folder: Path):
         "--output_dir": folder / "output",
     }
     words += [str(word) for flag, value in usual.items() if flag not in words for word in (flag, value)]
-    return run(sys.executable, ROOT / "scripts/launch.py", *nproc, FINETUNE, *words, timeout=120, **WHERE.get(name, {}))
+    env = {key: value.replace("{hub}", hub) for key, value in WHERE.get(name, {}).items()}
+    return run(sys.executable, ROOT / "scripts/launch.py", *nproc, FINETUNE, *words, timeout=120, **env)
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +183,8 @@ def results(tmp_path_factory, request):
     chosen = [name for name in CASES if name == KEPT or any(params.get("name") == name for params in calls)]
     top = tmp_path_factory.mktemp("bad")
     assert launch("--max_rows", 0, "--output_dir", top / "warm").returncode == 2  # makes the caches
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {name: (top / str(i), pool.submit(start, name, top / str(i))) for i, name in enumerate(chosen)}
+    with serving({}) as (hub, _), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {name: (top / str(i), pool.submit(start, name, top / str(i), hub)) for i, name in enumerate(chosen)}
 
 
 @pytest.mark.parametrize("name", CASES)

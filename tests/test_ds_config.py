@@ -1,7 +1,6 @@
 """Our ds_configs are right; a wrong one is named by file, key and right key before anything is launched."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -273,17 +272,3 @@ def test_nvme_path_is_written_where_it_is_needed_only():
     assert {config["zero_optimization"][key]["nvme_path"] for key in ds_config.OFFLOADS} == {"/mnt/nvme"}
     with pytest.raises(InputError, match="offloads nothing to NVMe"):
         ds_config.set_nvme_path(ds_config.load("zero3_offload"), "/mnt/nvme")
-
-
-def accelerate_yaml(folder: Path, **section: object) -> Path:
-    path = folder / "accelerate.yaml"
-    path.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
-    return path
-
-
-def test_accelerates_yaml_names_the_offending_key(tmp_path):
-    ds_config.check_accelerate_yaml(accelerate_yaml(tmp_path, deepspeed_config_file="a.json", zero3_init_flag=True))
-    ds_config.check_accelerate_yaml(accelerate_yaml(tmp_path, zero_stage=2, gradient_clipping=1.0))
-    mixed = accelerate_yaml(tmp_path, deepspeed_config_file="a.json", zero_stage=3)
-    with pytest.raises(InputError, match=r"accelerate.yaml: deepspeed_config.zero_stage cannot stand beside"):
-        ds_config.check_accelerate_yaml(mixed)

@@ -1,5 +1,6 @@
 """Break what a run proves about itself and see the run stop; end it from outside and see nothing left running."""
 
+import json
 import os
 import signal
 import subprocess
@@ -74,6 +75,18 @@ def test_the_tutorials_command_runs_under_accelerate_launch_with_a_ds_config(tmp
     assert done.returncode == 0, done.stderr[-3000:]
     got = record(tmp_path / "run")["got"]
     assert (got["world_size"], got["engine"], got["zero_stage"]) == (2, "DeepSpeedEngine", 2)
+
+
+def test_the_key_of_accelerates_yaml_that_leaves_no_room_for_the_ds_config_is_named(tmp_path):
+    section = {"deepspeed_config_file": str(ROOT / "ds_configs" / "zero2.json"), "zero_stage": 3}
+    yaml = {"distributed_type": "DEEPSPEED", "num_processes": 2, "num_machines": 1, "deepspeed_config": section}
+    (tmp_path / "accelerate.yaml").write_text(json.dumps(yaml))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", tmp_path / "accelerate.yaml"]
+    done = run(*launcher, FINETUNE, *TUTORIAL, "--output_dir", tmp_path / "run", DS_ACCELERATOR="cpu")
+    assert done.returncode != 0
+    assert "zero_stage cannot stand beside deepspeed_config_file" in done.stderr
+    assert f"what counts is in {section['deepspeed_config_file']}" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_ends_all_ranks_with_130(tmp_path):

@@ -91,6 +91,7 @@ def main(argv: list[str]) -> None:
         models.check_saved(plan.output, trainer.accelerator.unwrap_model(trainer.model).config)
         if recipe_args.merge:
             models.merge(plan.output, plan.output / "merged")
+        models.let_others_read(plan.output)
         report.plot_losses(
             plan.output / "loss.png",
             watch.losses,
