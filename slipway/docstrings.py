@@ -1,9 +1,8 @@
-"""The embedded data set: functions of the installed packages and their docstrings, as chat messages.
+"""The embedded data set: functions of an installed package and their docstrings, as chat messages.
 
     rows = docstrings.load()   # [{"messages": [user, assistant], "name": "torch.nn...", "package": "torch"}]
 
-Real English, on every machine that has the pins, and never redistributed. The packages are parsed and not
-imported.
+Real English, on every machine that has the pins, and never redistributed. The package is parsed and not imported.
 """
 
 import ast
@@ -17,22 +16,8 @@ from pathlib import Path
 
 from slipway import cache
 
-# Import names of packages in the closure of docker/requirements.lock that document their functions in prose.
-PACKAGES = (
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "huggingface_hub",
-    "matplotlib",
-    "networkx",
-    "numpy",
-    "pandas",
-    "peft",
-    "sympy",
-    "torch",
-    "transformers",
-    "trl",
-)
+# One package that has thousands of docstrings in one style: what a demonstration of minutes can learn.
+PACKAGES = ("transformers",)
 ROWS = 3000
 ASK = "Write the docstring of this Python function:\n\n"
 _SHORTEST, _LONGEST = 150, 8000  # characters: below there is no prose, above are whole manuals
@@ -58,19 +43,18 @@ def load() -> list[dict]:
 
 
 def build(packages: tuple[str, ...] = PACKAGES, rows: int = ROWS) -> list[dict]:
-    """About `rows` rows, the same share of each package where it has that many, in an order that mixes them.
+    """`rows` rows of the packages, or all there are, in an order that mixes them; more files, more rows.
 
     The same packages in the same versions give the same rows in the same order: nothing here is random.
     """
-    sources = {name: _files(name) for name in packages}
-    sources = {name: files for name, files in sources.items() if files}
+    files = sorted((key(name), name, path) for package in packages for name, path in _files(package))
     seen: set[str] = set()
     found: list[dict] = []
-    # Small packages first, so that what they lack of their share goes to the large ones.
-    for left, (name, files) in enumerate(sorted(sources.items(), key=lambda item: (len(item[1]), item[0]))):
-        share = (rows - len(found)) // (len(sources) - left)
-        found += _take(name, files, share, seen)
-    return sorted(found, key=lambda row: key(row["name"]))
+    for _, name, path in files:
+        if len(found) >= rows:  # parsing all of them would take a minute
+            break
+        found += _read(path, name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"), seen)
+    return sorted(found[:rows], key=lambda row: key(row["name"]))
 
 
 def key(name: str, salt: str = "") -> str:
@@ -78,30 +62,25 @@ def key(name: str, salt: str = "") -> str:
     return hashlib.sha256(f"{salt}{name}".encode()).hexdigest()
 
 
-def _files(package: str) -> list[Path]:
-    """The package's .py files without its tests, in an order that their names fix; none if not installed."""
+def _files(package: str) -> list[tuple[str, Path]]:
+    """("package/folder/module.py", path) of the package's modules without its tests; none if not installed."""
     spec = importlib.util.find_spec(package)  # of a top-level name: it finds, and imports nothing
     if spec is None or not spec.submodule_search_locations:
         return []
     folder = Path(next(iter(spec.submodule_search_locations)))
-    files = (path for path in folder.rglob("*.py") if "test" not in str(path.relative_to(folder)))
-    return sorted(files, key=lambda path: key(path.relative_to(folder.parent).as_posix()))
+    # Relative to the folder above the package, so that the name is the same in every venv.
+    names = ((path.relative_to(folder.parent).as_posix(), path) for path in folder.rglob("*.py"))
+    return [(name, path) for name, path in names if "test" not in name]
 
 
-def _take(package: str, files: list[Path], share: int, seen: set[str]) -> list[dict]:
-    """Up to `share` rows from as few files as give them: parsing all of torch would take a minute."""
-    found: list[dict] = []
-    for path in files:
-        if len(found) >= share:
-            break
-        # Relative to the folder above the package, so that the name is the same in every venv.
-        parts = path.with_suffix("").parts
-        module = ".".join(parts[len(parts) - 1 - parts[::-1].index(package) :]).removesuffix(".__init__")
-        for name, signature, text in _functions(path, module):
-            if text not in seen and signature not in seen and len(found) < share:
-                seen |= {text, signature}
-                turns = [{"role": "user", "content": ASK + signature}, {"role": "assistant", "content": text}]
-                found.append({"messages": turns, "name": name, "package": package})
+def _read(path: Path, module: str, seen: set[str]) -> list[dict]:
+    """The rows of a file; those whose text or signature is in `seen` are left out, and the others added to it."""
+    found = []
+    for name, signature, text in _functions(path, module):
+        if text not in seen and signature not in seen:
+            seen |= {text, signature}
+            turns = [{"role": "user", "content": ASK + signature}, {"role": "assistant", "content": text}]
+            found.append({"messages": turns, "name": name, "package": module.partition(".")[0]})
     return found
 
 

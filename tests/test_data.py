@@ -126,24 +126,21 @@ def embedded():
     return docstrings.load()
 
 
-def test_docstrings_are_many_different_and_of_all_packages(embedded):
+def test_docstrings_are_many_and_different(embedded):
     assert len(embedded) == docstrings.ROWS
-    counts = Counter(row["package"] for row in embedded)
-    assert set(counts) == set(docstrings.PACKAGES)
-    assert min(counts.values()) > 100
+    assert {row["package"] for row in embedded} == set(docstrings.PACKAGES)
     assert len({row["name"] for row in embedded}) > 0.99 * len(embedded)
     assert len({row["messages"][1]["content"] for row in embedded}) == len(embedded)
     for row in embedded:
         question, answer = row["messages"]
         assert question["content"].startswith(docstrings.ASK)
         assert len(answer["content"]) >= docstrings._SHORTEST
-    # Packages are mixed, so that the first rows are not all of one.
-    assert len({row["package"] for row in embedded[:50]}) > len(docstrings.PACKAGES) // 2
+    # Modules are mixed, so that the first rows are not all of one.
+    assert len({row["name"].rsplit(".", 2)[0] for row in embedded[:50]}) > 25
 
 
-def test_docstrings_are_the_same_each_time():
-    packages = ("accelerate", "trl")
-    once, twice = (docstrings.build(packages, 100) for _ in range(2))
+def test_docstrings_are_the_same_each_time_whatever_the_order_of_packages():
+    once, twice = (docstrings.build(packages, 100) for packages in (("accelerate", "trl"), ("trl", "accelerate")))
     assert once == twice
     assert len(once) == 100
 
