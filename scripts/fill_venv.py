@@ -70,9 +70,9 @@ class Steps:
     def sync(self) -> None:
         packages = len(re.findall(r"^[\w.-]+==", LOCK.read_text(), re.MULTILINE))
         text = f"up to {packages} packages (about 4 GB to load the first time)"
-        self.uv(
-            text, "sync", "--require-hashes", "--compile-bytecode", str(LOCK)
-        )  # compiled here once, not at each start
+        # Compiled here once, not at each start. DeepSpeed comes as source: what builds it is held to the lock too.
+        flags = ("--require-hashes", "--compile-bytecode", "--build-constraints", str(LOCK))
+        self.uv(text, "sync", *flags, str(LOCK))
 
     def install_uv(self) -> None:
         requirement = self.venv / "uv.txt"

@@ -1,6 +1,6 @@
 """The embedded data set: functions of an installed package and their docstrings, as chat messages.
 
-    rows = docstrings.load()   # [{"messages": [user, assistant], "name": "torch.nn...", "package": "torch"}]
+    rows = docstrings.load()   # [{"messages": [user, assistant], "name": "transformers...", "package": ...}]
 
 Real English, on every machine that has the pins, and never redistributed. The package is parsed and not imported.
 """

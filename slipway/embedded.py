@@ -4,9 +4,11 @@ Each becomes, once, a folder in the cache that plain transformers loads: safeten
 tokenizer.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import shutil
 import sys
@@ -68,6 +70,7 @@ def convert(file: Path, to: Path) -> None:
     """Writes a GGUF file as fp32 safetensors, config and tokenizer to the folder `to`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     need = 4 * sum(int(tensor.n_elements) for tensor in _reader(file).tensors)
     free = shutil.disk_usage(to).free
@@ -78,10 +81,12 @@ def convert(file: Path, to: Path) -> None:
             "set SLIPWAY_CACHE to a folder on a larger disk",
         )
     print(f"unpacking {file.name} into the cache ({need / 2**30:.1f} GiB, once)", file=sys.stderr, flush=True)
+    disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        with contextlib.redirect_stderr(io.StringIO()):  # a bar of its own, which fills a log
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise InputError(
             f"transformers cannot read {file}: {error}", "give the model in its original format (safetensors)"

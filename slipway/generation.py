@@ -89,3 +89,12 @@ def _answering(model: Any) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def forget_order_of_layers(engine: Any) -> None:
+    """After generating layer by layer under ZeRO-3: DeepSpeed has learned in which order weights are needed, and would
+    prefetch the LM head's in TRL's next forward, which gathers it by itself and stops at a weight in flight."""
+    engine.empty_partition_cache()
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from slipway import embedded, hub, weights
 from slipway.errors import InputError, nearest
-from slipway.generation import answers, prompt_text
+from slipway.generation import answers, forget_order_of_layers, prompt_text
 from slipway.loading import adapter_model, load, merge
 from slipway.tokenizers import FILES, load_tokenizer
 from slipway.weights import SavedModelError, check_saved, flops_per_token, let_others_read, parameters
@@ -28,6 +28,7 @@ __all__ = [
     "answers",
     "check_saved",
     "flops_per_token",
+    "forget_order_of_layers",
     "let_others_read",
     "load",
     "load_tokenizer",

@@ -19,7 +19,7 @@ SHM = "deepspeed_shm_comm"  # collectives between CPU ranks of one machine
 ADAM = "cpu_adam"  # the optimizer of offloaded state
 PIN, AIO = "pin_memory", "async_io"  # reads and writes of NVMe offload; the second needs the first
 _BUILDERS = {SHM: "ShareMemCommBuilder", ADAM: "CPUAdamBuilder", PIN: "PinMemoryBuilder", AIO: "AsyncIOBuilder"}
-_LOCK_HELD_S = 120  # a lock with nothing to build is held while a library is loaded: seconds
+_LOCK_HELD_S = 30  # a lock with nothing to build is held while a library is loaded: a second
 
 
 def prepare(offload: bool, nvme: bool = False) -> None:
@@ -56,9 +56,11 @@ def check_async_io() -> None:
 
 
 def _remove_stale_locks(folder: Path, building: bool) -> None:
-    """Removes the locks of broken-off builds and loads, for which torch would wait; not that of a run loading now."""
+    """Removes the locks of broken-off builds and loads, for which torch would wait; waits for a run that loads now."""
     for lock in folder.glob("**/lock"):
-        if building or time.time() - lock.stat().st_mtime > _LOCK_HELD_S:
+        while not building and lock.exists() and time.time() - lock.stat().st_mtime < _LOCK_HELD_S:
+            time.sleep(0.2)
+        if lock.exists():
             print(f"removed {lock}: its build was broken off", file=sys.stderr)
             lock.unlink(missing_ok=True)
 

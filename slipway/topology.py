@@ -1,5 +1,7 @@
 """The machine a run is launched on: its GPUs, how many ranks, and what CPU ranks need to run the real engine."""
 
+import contextlib
+import io
 import itertools
 import os
 import sys
@@ -116,11 +118,12 @@ def join(world: World, deepspeed: bool, timeout_s: int) -> None:
     from accelerate import PartialState
 
     _leave_stdout_to_python()
-    if deepspeed:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    elif world.size > 1:
-        PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed says on each rank that it has loaded an op
+        if deepspeed:
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        elif world.size > 1:
+            PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def _leave_stdout_to_python() -> None:

@@ -42,6 +42,10 @@ match os.environ["MUTANT"]:
         Plan.for_trainer = adapter_forgotten
     case "saved without gathering":
         trl.SFTTrainer.save_model = saved_without_gathering
+    case "no room to gather":
+        Plan.room_to_gather = lambda _: False
+    case "nothing":
+        pass
     case other:
         raise SystemExit(f"no mutant {other}")
 

@@ -37,6 +37,17 @@ def test_a_broken_run_stops_itself(mutant, recipe, found, tmp_path):
     assert record(out)["status"] == "started"
 
 
+def test_ranks_without_room_to_gather_answer_layer_by_layer_the_same(tmp_path):
+    script, samples = Path(__file__).with_name("mutant.py"), []
+    for mutant in ("nothing", "no room to gather"):
+        flags = [*ONE_STEP, "--held_out_rows", 8, "--samples", 2, "--output_dir", tmp_path / mutant]
+        done = torchrun(script, "--config", CONFIG, *flags, MUTANT=mutant)
+        assert done.returncode == 0, done.stderr[-3000:]
+        samples.append(record(tmp_path / mutant)["samples"])
+    assert len(samples[0]) == 2
+    assert samples[0] == samples[1]
+
+
 def test_one_process_where_two_were_asked_is_an_error(tmp_path):
     done = torchrun(FINETUNE, "--config", CONFIG, *ONE_STEP, "--output_dir", tmp_path, nproc=1, SLIPWAY_WORLD_SIZE="2")
     assert done.returncode != 0

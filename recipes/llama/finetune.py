@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from trl import SFTTrainer, get_peft_config, get_quantization_config  # noqa: E402
 from trl.models.utils import unwrap_model_for_generation  # noqa: E402
 
-from slipway import arguments, attention, callbacks, cost, models, preflight, record, topology  # noqa: E402
+from slipway import arguments, attention, callbacks, cost, lm_head, models, preflight, record, topology  # noqa: E402
 from slipway.errors import stop_on_bad_input  # noqa: E402
 from slipway.plan import Plan  # noqa: E402
 
@@ -38,6 +38,7 @@ def main(argv: list[str]) -> None:
     run.add()  # a run that ends badly leaves what was asked of it
 
     attention.register(plan.attention.name)
+    lm_head.score_labelled_tokens_only()
     # After the arguments: under ZeRO-3 they tell from_pretrained to partition each layer as it is read.
     model = models.load(
         plan.model,
@@ -112,7 +113,10 @@ def answers(trainer: SFTTrainer, plan: Plan, length: int) -> list[str]:
         trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
     ) as model:
         together = plan.ds_facts["zero_stage"] == 3 and not gather
-        return models.answers(model, plan.tokenizer, plan.prompts, max_new_tokens=length, synced_gpus=together)
+        texts = models.answers(model, plan.tokenizer, plan.prompts, max_new_tokens=length, synced_gpus=together)
+    if together:
+        models.forget_order_of_layers(trainer.model_wrapped)
+    return texts
 
 
 if __name__ == "__main__":
