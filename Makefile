@@ -13,20 +13,24 @@ export SLIPWAY_OUTPUT := $(value OUTPUT)
 export SLIPWAY_NPROC := $(value NPROC)
 export SLIPWAY_ATTN := $(value ATTN)
 export SLIPWAY_PROMPT := $(value PROMPT)
-unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ARGS
+export SLIPWAY_ONLY := $(value ONLY)
+unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ONLY ARGS
 flag = $${SLIPWAY_$(2):+$(1) "$$SLIPWAY_$(2)"}
 
 comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv lock finetune-llama generate bench test lint clean
+.PHONY: help venv verify lock finetune-llama generate bench test lint clean
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
 
 venv:  ## make .venv from docker/requirements.lock, if there is something to do (every target does it)
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/make_venv.py
+
+verify: venv  ## say what this machine can do, and what to mend: ONLY=name,name JSON=1
+	@exec $(PYTHON) scripts/verify.py $(if $(JSON),--json) $(call flag,--only,ONLY)
 
 lock: venv  ## rewrite docker/requirements.lock, and README's table of pins, from docker/requirements.in
 	@$(PYTHON) scripts/pins.py write $(ARGS)

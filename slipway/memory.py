@@ -70,12 +70,18 @@ def host_need(size: Size, offload_optimizer: bool, offload_param: bool, local_sh
     return int(local_share * (optimizer + (size.parameters * size.weight_bytes if offload_param else 0)))
 
 
-def check_host(need: int) -> None:
-    """InputError if offloading will not fit the host's memory (a process killed for memory says nothing but -9)."""
+def host_total() -> int:
+    """Bytes of host memory that this process may use: the machine's, or its container's if that has less."""
     have = psutil.virtual_memory().total
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         have = min(have, int(text))
+    return have
+
+
+def check_host(need: int) -> None:
+    """InputError if offloading will not fit the host's memory (a process killed for memory says nothing but -9)."""
+    have = host_total()
     if need > have:
         raise InputError(
             f"offloading needs about {need / GIB:.0f} GiB of host memory, {have / GIB:.0f} GiB are here",
