@@ -18,7 +18,7 @@ from typing import Any, Literal
 from slipway.errors import InputError, nearest
 
 # In the order of the table. Importing one is cheap: none imports more than the standard library at its top.
-MODULES = ("verify_pins", "verify_machine", "verify_network", "verify_config")
+MODULES = ("verify_pins", "verify_machine", "verify_network", "verify_config", "verify_kernels", "verify_ranks")
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,8 @@ def check_imports() -> Finding:
 @check(
     "cuda",
     "torch and DeepSpeed accept the CUDA of the toolkit beside the CUDA of the wheels",
-    fix="use a toolkit of the major version that torch's wheel has, with a host compiler it takes (CUDA 12.4: gcc 13 or "
-    "older); CUDA_HOME names it. The image has 12.4",
+    fix="set CUDA_HOME to a toolkit of the major version that torch's wheel has, with a host compiler that it takes "
+    "(CUDA 12.4, which the image has: gcc 13 or older)",
     limit_s=60,
 )
 def check_cuda() -> Finding:

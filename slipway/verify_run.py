@@ -26,7 +26,7 @@ HUNG = {
 }
 # What a process that was ended by a signal most often means.
 DEATHS = {
-    "SIGILL": "a compiled op was built for another CPU: delete the folder torch_extensions in the cache, then run again",
+    "SIGILL": "a compiled op was built for another CPU: delete torch_extensions in SLIPWAY_CACHE, then run again",
     "SIGBUS": "enlarge /dev/shm (docker run --shm-size=16g), or free the disk: a mapped file could not be extended",
     "SIGSEGV": "install the packages anew (`rm -rf .venv && make venv`, or pull the image again): a library is broken",
     "SIGKILL": "give the container more memory: the kernel ends processes by SIGKILL when it runs out",
