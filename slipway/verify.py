@@ -11,6 +11,7 @@ its figures, so every number that a person sees is in the JSON document too.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -18,7 +19,17 @@ from typing import Any, Literal
 from slipway.errors import InputError, nearest
 
 # In the order of the table. Importing one is cheap: none imports more than the standard library at its top.
-MODULES = ("verify_pins", "verify_machine", "verify_network", "verify_config", "verify_kernels", "verify_ranks")
+MODULES = (
+    "verify_pins",
+    "verify_machine",
+    "verify_network",
+    "verify_config",
+    "verify_gpu",
+    "verify_cards",
+    "verify_kernels",
+    "verify_rates",
+    "verify_ranks",
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,11 @@ def checks(only: str | None = None) -> list[Check]:
         if not any(_fits(name, word) for name in _CHECKS):
             raise InputError(f"ONLY={word}: no such check{nearest(word, _CHECKS)}", f"one of {', '.join(_CHECKS)}")
     return [one for one in _CHECKS.values() if any(_fits(one.name, word) for word in words)]
+
+
+def judges() -> list[Callable[..., Finding]]:
+    """The checks that judge the answers of a slipway.gpu machine, which is their one argument."""
+    return [one.run for one in checks() if inspect.signature(one.run).parameters]
 
 
 def _fits(name: str, word: str) -> bool:

@@ -16,7 +16,11 @@ from typing import Any
 
 import psutil
 
+from slipway.gpu import Live
 from slipway.verify import Finding, check, failed, passed
+from slipway.verify_cards import expected, nvlinks
+from slipway.verify_gpu import cards
+from slipway.verify_rates import judge_bandwidth
 
 LIMIT_S = {"cpu": 30, "cuda": 60}  # from the start of the ranks to the result, imports and NCCL's set-up included
 STEP_LIMIT_S = {"cpu": 90, "cuda": 180}  # two busy cores take 20 s, most of it imports
@@ -120,6 +124,8 @@ def count_ranks() -> tuple[int, str]:
         "shm": "docker run --shm-size=16g or --ipc=host; until then NCCL_SHM_DISABLE=1, at less speed",
         "ib": "docker run --ulimit memlock=-1 --device /dev/infiniband; until then NCCL_IB_DISABLE=1",
         "nccl": "set NCCL_DEBUG=INFO and read its last lines; `nvidia-smi topo -m` and `dmesg` name the link or card",
+        "slow": "look at gpu-links; `nvidia-smi topo -m` shows how cards are joined; NCCL_DEBUG=INFO says which "
+        "transport NCCL took, and P2P that is off (NCCL_P2P_DISABLE, ACS) is the usual cause",
         "wrong": "do not train here: sums over the links are wrong; `nvidia-smi -q` and `dmesg` name the card",
     },
     limit_s=300,
@@ -134,6 +140,10 @@ def check_all_reduce() -> Finding:
     figures = outcome.result
     if figures["wrong"]:
         return failed("{wrong} of the sums over {ranks} ranks are wrong", "wrong", **figures)
+    if device == "cuda" and count > 1:
+        machine = Live()
+        found = cards(machine)
+        return judge_bandwidth(figures, *expected(machine, found, {one: nvlinks(machine, one) for one in found}))
     return passed("{ranks} {device} ranks, {mib:.0f} MiB, sums right, bus bandwidth {gb_per_s:.1f} GB/s", **figures)
 
 
