@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # 4 MiB and 256 MiB of fp32: enough that latency is a small part
 STEPS = 3
 # Rows of a global batch: any world of 1 to 8 ranks divides them, so the mean loss is the same for all of them.
@@ -30,7 +29,7 @@ def join() -> str:
     return device
 
 
-def all_reduce() -> dict[str, Any]:
+def all_reduce(rank: int, world: int) -> dict[str, Any]:
     """Sum a tensor over all ranks; how far the sum is off, and the bus bandwidth in GB/s.
 
     Bus bandwidth is 2 (n - 1) / n times bytes / seconds, the formula of nccl-tests (doc/PERFORMANCE.md), which can be
@@ -41,17 +40,17 @@ def all_reduce() -> dict[str, Any]:
     device = join()
     count, rounds = ELEMENTS[device], 5
     base = torch.arange(count, device=device, dtype=torch.float32) % 1024  # small whole numbers: sums are exact
-    tensor = base * (RANK + 1)
+    tensor = base * (rank + 1)
     torch.distributed.all_reduce(tensor)
-    wrong = int((tensor != base * (WORLD * (WORLD + 1) // 2)).sum())
+    wrong = int((tensor != base * (world * (world + 1) // 2)).sum())
     _wait(device)
     began = time.perf_counter()
     for _ in range(rounds):
         torch.distributed.all_reduce(tensor.zero_())
     _wait(device)
     seconds = (time.perf_counter() - began) / rounds
-    bandwidth = 2 * (WORLD - 1) / WORLD * count * 4 / seconds / 1e9
-    return {"device": device, "ranks": WORLD, "mib": count * 4 / 2**20, "wrong": wrong, "gb_per_s": bandwidth}
+    bandwidth = 2 * (world - 1) / world * count * 4 / seconds / 1e9
+    return {"device": device, "ranks": world, "mib": count * 4 / 2**20, "wrong": wrong, "gb_per_s": bandwidth}
 
 
 def _wait(device: str) -> None:
@@ -61,7 +60,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def step() -> dict[str, Any]:
+def step(rank: int, world: int) -> dict[str, Any]:
     """Losses of STEPS steps of tiny-llama in fp32 under ds_configs/zero3.json, and the engine that made them."""
     import deepspeed
     import torch
@@ -73,10 +72,10 @@ def step() -> dict[str, Any]:
     config = LlamaConfig.from_json_file(embedded.TINY_CONFIG)
     torch.manual_seed(20)
     model = LlamaForCausalLM(config)
-    batch = torch.randint(config.vocab_size, (ROWS, TOKENS))[RANK::WORLD].to(device)
+    batch = torch.randint(config.vocab_size, (ROWS, TOKENS))[rank::world].to(device)
     arguments = {"per_device_train_batch_size": len(batch), "gradient_accumulation_steps": 1, "max_grad_norm": 1.0}
     values = {key: (value, "make verify") for key, value in arguments.items()}
-    resolved, _ = ds_config.resolve(ds_config.load("zero3"), values, WORLD, config.hidden_size, "fp32")
+    resolved, _ = ds_config.resolve(ds_config.load("zero3"), values, world, config.hidden_size, "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=resolved)
     losses = []
@@ -86,16 +85,17 @@ def step() -> dict[str, Any]:
         engine.step()
         mean = loss.detach().clone()
         torch.distributed.all_reduce(mean)
-        losses.append(mean.item() / WORLD)
+        losses.append(mean.item() / world)
     stage = engine.zero_optimization_stage()
-    return {"device": device, "ranks": WORLD, "engine": type(engine).__name__, "stage": stage, "losses": losses}
+    return {"device": device, "ranks": world, "engine": type(engine).__name__, "stage": stage, "losses": losses}
 
 
 def main(what: str, file: str) -> None:
     import torch
 
-    found = {"all-reduce": all_reduce, "step": step}[what]()
-    if RANK == 0:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = {"all-reduce": all_reduce, "step": step}[what](rank, world)
+    if rank == 0:
         part = Path(f"{file}.part")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(file)
