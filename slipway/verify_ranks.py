@@ -30,11 +30,10 @@ LOSS_BOUND = {"cpu": 1e-4, "cuda": 1e-3}  # relative; other kernels add in anoth
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ranks left: `result` of rank 0, or `problem` in words with `hung` where time ran out."""
+    """What ranks left: `result` of rank 0, or the `problem` in words."""
 
     result: dict[str, Any] | None
     problem: str = ""
-    hung: bool = False
 
 
 def run_ranks(what: str, count: int, limit_s: float, **environ: str) -> Outcome:
@@ -53,7 +52,7 @@ def run_ranks(what: str, count: int, limit_s: float, **environ: str) -> Outcome:
         print("\n".join(f"rank {i}: {line}" for i, text in enumerate(texts) for line in text.splitlines()[-12:]))
         if problem:
             said = "" if hung else _last_words(texts)
-            return Outcome(None, problem + said, hung)
+            return Outcome(None, problem + said)
         return Outcome(json.loads(file.read_text(encoding="utf-8")))
 
 
@@ -98,6 +97,18 @@ def _last_words(texts: list[str]) -> str:
     return f": {lines[-1].strip()[:200]}" if lines else ""
 
 
+def loopback() -> str:
+    """Why this machine does not reach itself, where the ranks would wait for each other in vain; empty if it does."""
+    try:
+        with socket.socket() as opened:
+            opened.bind(("127.0.0.1", 0))
+            opened.listen()
+            with socket.create_connection(opened.getsockname(), timeout=5):
+                return ""
+    except OSError as error:
+        return f"127.0.0.1 cannot be reached: {error.strerror or error}"
+
+
 def _free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
@@ -118,7 +129,7 @@ def count_ranks() -> tuple[int, str]:
     fix="let processes reach 127.0.0.1 (no firewall on loopback, `ip link set lo up`), and let this host's own name "
     "resolve; or name an interface: GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=lo",
     fixes={
-        "hung": "find what stopped the rank (a debugger, SIGSTOP, a frozen cgroup, a full disk); `make verify "
+        "stopped": "find what stopped the rank (a debugger, SIGSTOP, a frozen cgroup, a full disk); `make verify "
         "ONLY=all-reduce JSON=1` shows the last lines of each",
         "p2p": "turn ACS off in the BIOS (or the IOMMU: iommu=pt); until then set NCCL_P2P_DISABLE=1, at less speed",
         "shm": "docker run --shm-size=16g or --ipc=host; until then NCCL_SHM_DISABLE=1, at less speed",
@@ -132,6 +143,8 @@ def count_ranks() -> tuple[int, str]:
     alone=True,
 )
 def check_all_reduce() -> Finding:
+    if problem := loopback():
+        return failed("{problem}", problem=problem)
     count, device = count_ranks()
     outcome = run_ranks("all-reduce", count, LIMIT_S[device])
     if outcome.result is None:
@@ -154,7 +167,7 @@ WITHOUT = {"p2p": "NCCL_P2P_DISABLE", "shm": "NCCL_SHM_DISABLE", "ib": "NCCL_IB_
 def why_not(outcome: Outcome, again: Any, device: str) -> tuple[str, str]:
     """The key of the fix, and what was tried: on GPUs once more without each transport, until one run ends well."""
     if device == "cpu":
-        return ("hung", "") if outcome.hung else ("", "")
+        return ("stopped", "") if " is stopped" in outcome.problem else ("", "")
     for key, variable in WITHOUT.items():
         if again(**{variable: "1"}).result is not None:
             return key, f"; it works with {variable}=1"
