@@ -27,7 +27,6 @@ NVML_FIXES = {
     "system create-dev-char-symlinks --create-all`, or Docker's native.cgroupdriver=cgroupfs",
     "permission": "let this user read and write /dev/nvidia* (docker run --group-add with the group of those files)",
     "old": "install driver 550 or newer on the host (any from 525.60.13 on will do); a container cannot bring its own",
-    "nvml": "run `nvidia-smi` on the host: if it fails too, reboot the host; if not, " + RESTART,
 }
 # nvml.h: NVML_ERROR_NO_PERMISSION, DRIVER_NOT_LOADED, OPERATING_SYSTEM (cgroup), LIB_RM_VERSION_MISMATCH, UNKNOWN
 NVML_KEYS = {4: "permission", 9: "no-driver", 17: "cgroup", 18: "mismatch", 999: "cgroup"}
@@ -41,7 +40,7 @@ def version(text: str) -> tuple[int, ...]:
 @check(
     "gpu-driver",
     "the driver answers, and runs CUDA 12.x",
-    fix=NVML_FIXES["nvml"],
+    fix="run `nvidia-smi` on the host: if it fails too, reboot the host; if not, " + RESTART,
     fixes=NVML_FIXES,
     limit_s=30,
 )
@@ -72,7 +71,7 @@ def no_driver(machine: Live, error: Refused) -> Finding:
     inside = machine.ask("host.in_container")
     figures = {"cards": cards, "count": len(cards), "code": error.code, "said": error.text, "files": files}
     if error.code != NO_LIBRARY:
-        key = NVML_KEYS.get(error.code, "nvml")
+        key = NVML_KEYS.get(error.code, "")
         return failed("Failed to initialize NVML: {said} (code {code})", key, **figures)
     if files:
         return failed(
