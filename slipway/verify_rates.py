@@ -19,11 +19,11 @@ SIZE = 8192  # rows and columns: 1.1 TFLOP a product
     alone=True,
 )
 def check_matmul() -> Finding:
-    import torch
-
     from slipway.verify_kernels import need_gpu
 
     need_gpu()
+    import torch
+
     dtypes = {"fp16": torch.float16, "tf32": torch.float32}
     dtypes |= {"bf16": torch.bfloat16} if torch.cuda.is_bf16_supported(including_emulation=False) else {}
     torch.backends.cuda.matmul.allow_tf32 = True

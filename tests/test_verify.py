@@ -23,6 +23,8 @@ from slipway import verify, verify_run
 
 VERIFY = [sys.executable, ROOT / "scripts" / "verify.py"]
 SCHEMA = ROOT / "docs" / "verify.schema.json"
+# The first run here may compile DeepSpeed's ops.
+pytestmark = pytest.mark.timeout(900)
 CPU_SECONDS = 120  # what 60 s on two cores have; wall clock would measure what else this machine does
 
 
@@ -34,7 +36,7 @@ def cpu_seconds() -> float:
 @pytest.fixture(scope="module")
 def whole():
     """(document, CPU seconds, exit code) of a whole run, after one that has built the ops and other caches."""
-    run(*VERIFY, "--only", "ops,ds-configs", timeout=400)
+    run(*VERIFY, "--only", "ops,ds-configs", timeout=600)
     before = cpu_seconds()
     done = run(*VERIFY, "--json", timeout=280)
     assert done.stderr == ""
@@ -177,10 +179,10 @@ BREAKS = {
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_package_is_the_failure_of_its_check_and_of_no_other(what, tmp_path, monkeypatch):
     code, finding, words = BREAKS[what]
-    (tmp_path / "bitsandbytes").mkdir()
-    (tmp_path / "bitsandbytes" / "__init__.py").write_text(code)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    imports, python = (dataclasses.replace(one, limit_s=4) for one in verify.checks("imports,python"))
+    python, imports = (dataclasses.replace(one, limit_s=4) for one in verify.checks("imports,python"))
     red, green = verify_run.run_all([imports, dataclasses.replace(python, limit_s=20)])
     assert (red.state, red.finding) == ("failed", finding), red
     assert words in red.fact and red.fix

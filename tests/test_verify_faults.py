@@ -81,6 +81,7 @@ def test_a_library_that_was_cut_off_is_named(tmp_path):
 def test_a_library_whose_bytes_are_corrupted_does_not_load(tmp_path):
     with copy_of_xformers(tmp_path).open("r+b") as file:
         file.write(b"\0" * 64)  # its ELF header
+    overlay(tmp_path, "xformers")
     done = run(*VERIFY, "imports", timeout=120, PYTHONPATH=str(tmp_path))
     red(done, "imports", "_C.so: ", "invalid ELF header", "make venv")
 
