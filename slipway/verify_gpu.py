@@ -26,6 +26,8 @@ NVML_FIXES = {
     "cgroup": f"{RESTART}: it lost its GPUs, as after `systemctl daemon-reload`; for good, on the host: `nvidia-ctk "
     "system create-dev-char-symlinks --create-all`, or Docker's native.cgroupdriver=cgroupfs",
     "permission": "let this user read and write /dev/nvidia* (docker run --group-add with the group of those files)",
+    "visible": "set NVIDIA_VISIBLE_DEVICES to all, or to cards that `nvidia-smi -L` lists on the host: docker run "
+    "--gpus all -e NVIDIA_VISIBLE_DEVICES=all",
     "old": "install driver 550 or newer on the host (any from 525.60.13 on will do); a container cannot bring its own",
 }
 # nvml.h: NVML_ERROR_NO_PERMISSION, DRIVER_NOT_LOADED, OPERATING_SYSTEM (cgroup), LIB_RM_VERSION_MISMATCH, UNKNOWN
@@ -58,6 +60,11 @@ def check_driver(machine: Live | None = None) -> Finding:
             driver=driver,
             needed=".".join(map(str, NEEDED)),
         )
+    if not machine.ask("nvml.nvmlDeviceGetCount"):
+        chosen = machine.ask("host.environ", "NVIDIA_VISIBLE_DEVICES")
+        return failed(
+            "driver {driver} shows no card (NVIDIA_VISIBLE_DEVICES={chosen})", "visible", driver=driver, chosen=chosen
+        )
     native = [cuda for cuda, first in NATIVE.items() if version(driver) >= first]
     how = f"CUDA {native[-1]} natively" if native else "CUDA 12.0 to 12.3 natively"
     if "12.8" not in native:
@@ -79,6 +86,10 @@ def no_driver(machine: Live, error: Refused) -> Finding:
         )
     if not cards:
         return skipped(NO_CARD)
+    chosen = machine.ask("host.environ", "NVIDIA_VISIBLE_DEVICES")
+    if inside and chosen in ("none", "void"):
+        text = "{count} NVIDIA card(s) on the PCI bus; NVIDIA_VISIBLE_DEVICES={chosen} keeps them out"
+        return failed(text, "visible", chosen=chosen, **figures)
     if inside:
         return failed("{count} NVIDIA card(s) on the PCI bus, none in this container", "gpus-flag", **figures)
     return failed("{count} NVIDIA card(s) on the PCI bus, and no driver", "no-driver", **figures)

@@ -178,12 +178,43 @@ def test_the_fix_of_a_finding_names_what_mends_it(finding):
 
 OTHERS = {  # an answer changed on the machine with eight good cards -> (check, state, words of the fact)
     "all hidden": ({"host.environ(CUDA_VISIBLE_DEVICES)": ""}, "gpu-cuda", "failed", "hides all 8"),
+    "no card chosen": (
+        {"nvml.nvmlDeviceGetCount()": 0, "host.environ(NVIDIA_VISIBLE_DEVICES)": "none"},
+        "gpu-driver", "failed", "shows no card (NVIDIA_VISIBLE_DEVICES=none)",
+    ),
+    "kept out of the container": (
+        {"nvml.nvmlInit()": {"refused": [12, "NVML Shared Library Not Found"]}, "host.device_files()": [],
+         "host.environ(NVIDIA_VISIBLE_DEVICES)": "void"},
+        "gpu-driver", "failed", "NVIDIA_VISIBLE_DEVICES=void keeps them out",
+    ),
+    "no right to the devices": (
+        {"nvml.nvmlInit()": {"refused": [4, "Insufficient Permissions"]}}, "gpu-driver", "failed", "Insufficient",
+    ),
+    "libraries left out": (
+        {"nvml.nvmlInit()": {"refused": [12, "NVML Shared Library Not Found"]}},
+        "gpu-driver", "failed", "but libnvidia-ml.so.1 is not",
+    ),
+    "driver not loaded": (
+        {"nvml.nvmlInit()": {"refused": [9, "Driver Not Loaded"]}}, "gpu-driver", "failed", "Driver Not Loaded",
+    ),
     "some chosen": (
         {"host.environ(CUDA_VISIBLE_DEVICES)": "0,1", "cuda.device_count()": 2}, "gpu-cuda", "passed", "2 of 8 card(s)",
     ),
     "one missing": ({"cuda.device_count()": 7}, "gpu-cuda", "failed", "sees 7 of the 8"),
     "fabric manager": (
         {"cuda.init()": {"refused": [802, "Error 802: system not yet initialized"]}}, "gpu-cuda", "failed", "802",
+    ),
+    "forward compatibility": (
+        {"cuda.init()": {"refused": [804, "Error 804: forward compatibility"]}}, "gpu-cuda", "failed", "Error 804",
+    ),
+    "NVML in trouble": ({"nvml.nvmlInit()": {"refused": [10, "Timeout"]}}, "gpu-driver", "failed", "Timeout (code 10)"),
+    "no driver on the host": (
+        {"nvml.nvmlInit()": {"refused": [12, "NVML Shared Library Not Found"]}, "host.device_files()": [],
+         "host.in_container()": False},
+        "gpu-driver", "failed", "8 NVIDIA card(s) on the PCI bus, and no driver",
+    ),
+    "a card that gives an error": (
+        {"nvml.nvmlDeviceGetMemoryInfo(4)": {"refused": [999, "Unknown Error"]}}, "gpu-health", "failed", "GPU 4",
     ),
     "too hot": (
         {"nvml.nvmlDeviceGetCurrentClocksThrottleReasons(5)": 0x40}, "gpu-health", "failed", "GPU 5: throttled",
@@ -203,6 +234,14 @@ def test_one_changed_answer_changes_the_finding(what):
     other, name, state, words = OTHERS[what]
     got = found(name, Replay("h100x8", **other))
     assert got[0] == state and words in got[1], got
+
+
+def test_every_finding_of_the_gpu_checks_is_reached():
+    reached = {finding for checks in EXPECTED.values() for _, _, finding in checks.values() if finding}
+    reached |= {found(name, Replay("h100x8", **other))[2] for other, name, *_ in OTHERS.values()}
+    judged = [one for one in verify.checks() if one.run in verify.judges()]
+    there = {f"{one.name}.{key}" if key else one.name for one in judged for key in one.fixes}
+    assert there - reached == set()
 
 
 @pytest.mark.parametrize(
