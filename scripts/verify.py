@@ -2,7 +2,7 @@
 
     make verify                       the table; exit code 1 if a check failed
     make verify JSON=1                one JSON document on stdout, described by docs/verify.schema.json
-    make verify ONLY=shm,driver       these checks alone; `ONLY=gpu` takes all whose names begin with gpu-
+    make verify ONLY=shm,pins         these checks alone; `ONLY=gpu` takes all whose names begin with gpu-
 
 Exit codes: 0 no check failed, 1 one did, 2 bad input, 130 Ctrl-C, 143 SIGTERM; no process of a check is left.
 """

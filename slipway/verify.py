@@ -108,7 +108,8 @@ def check(
 
 
 def checks(only: str | None = None) -> list[Check]:
-    """All checks in the order of the table, or those that `only` names: "shm,driver"; "gpu" stands for "gpu-...".
+    """All checks in the order of the table, or those that `only` names: "shm,pins"; "gpu", which is no check's
+    own name, stands for all that begin with "gpu-".
 
     Raises InputError for a name that fits none.
     """
@@ -129,7 +130,7 @@ def judges() -> list[Callable[..., Finding]]:
 
 
 def _fits(name: str, word: str) -> bool:
-    return name == word or name.startswith(f"{word}-")
+    return name == word or (word not in _CHECKS and name.startswith(f"{word}-"))
 
 
 def row(one: Check, found: Finding, seconds: float, output: list[str]) -> Row:

@@ -31,17 +31,18 @@ def pins() -> dict[str, str]:
 
 @check("pins", "each package that requirements.in pins is installed in that version", fix=SET_UP, limit_s=20)
 def check_pins() -> Finding:
-    wanted, other = pins(), []
+    wanted, other, installed = pins(), [], {}
     for name, version in wanted.items():
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             found = "not installed"
+        installed[name] = found
         if found.partition("+")[0] != version:  # the index adds a local part to torch's: +cu128
             other.append(f"{name} is {found}, pinned {version}")
     if other:
-        return failed("{text}", text=listed(other), other=other, pinned=len(wanted))
-    return passed("{pinned} direct pins, all as pinned", pinned=len(wanted))
+        return failed("{text}", text=listed(other), other=other, pinned=len(wanted), installed=installed)
+    return passed("{pinned} direct pins, all as pinned", pinned=len(wanted), installed=installed)
 
 
 @check("packages", "what each package requires of the others is installed", fix=SET_UP, limit_s=30)

@@ -155,6 +155,14 @@ def test_an_unknown_check_is_named_with_the_nearest():
     assert done.stderr.startswith('error: ONLY=shn: no such check, did you mean "shm"?\n  fix: one of pins, ')
 
 
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [("cpu", ["cpu"]), ("all-reduce, pins", ["pins", "all-reduce"]), ("fused", ["fused-adam"])],
+)
+def test_only_takes_names_and_what_names_begin_with(only, names):
+    assert [check.name for check in verify.checks(only)] == names
+
+
 def test_every_fix_can_be_filled_from_what_its_check_finds():
     """A name in braces that no figure gives would end verify with a KeyError, on the worst day."""
     given = {"caches": {"variables", "uid"}, "proxy": {"variable"}}
