@@ -24,7 +24,7 @@ from slipway import verify, verify_run
 VERIFY = [sys.executable, ROOT / "scripts" / "verify.py"]
 SCHEMA = ROOT / "docs" / "verify.schema.json"
 # The first run here may compile DeepSpeed's ops.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 CPU_SECONDS = 120  # what 60 s on two cores have; wall clock would measure what else this machine does
 
 
@@ -38,7 +38,7 @@ def whole():
     """(document, CPU seconds, exit code) of a whole run, after one that has built the ops and other caches."""
     run(*VERIFY, "--only", "ops,ds-configs", timeout=600)
     before = cpu_seconds()
-    done = run(*VERIFY, "--json", timeout=280)
+    done = run(*VERIFY, "--json", timeout=800)  # the limits of the checks end it, on a busy machine too
     assert done.stderr == ""
     return json.loads(done.stdout), cpu_seconds() - before, done.returncode
 
