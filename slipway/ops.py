@@ -38,7 +38,7 @@ def prepare(offload: bool, nvme: bool = False) -> None:
         _remove_stale_locks(folder, building=bool(missing))
         if not missing:
             return
-        print(f"building {', '.join(missing)} for DeepSpeed, once: up to two minutes", file=sys.stderr, flush=True)
+        print(f"building {', '.join(missing)} for DeepSpeed, once: a minute or two each", file=sys.stderr, flush=True)
         for name in missing:
             _build(name)
 

@@ -103,6 +103,8 @@ def prepare_environment(world: World) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_size)))
     if not world.on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would guess, and warn
+        # Its own launcher says this; without it each bucket of gradients starts `numactl` to count the sockets.
+        os.environ.setdefault("LOCAL_SIZE", str(world.local_size))
 
 
 def join(world: World, deepspeed: bool, timeout_s: int) -> None:
