@@ -14,14 +14,14 @@ export SLIPWAY_NPROC := $(value NPROC)
 export SLIPWAY_ATTN := $(value ATTN)
 export SLIPWAY_PROMPT := $(value PROMPT)
 export SLIPWAY_ONLY := $(value ONLY)
-unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ONLY ARGS
+unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ONLY ARGS BASE CA_BUNDLE FLASH_ATTN
 flag = $${SLIPWAY_$(2):+$(1) "$$SLIPWAY_$(2)"}
 
 comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama generate bench test lint clean
+.PHONY: help venv verify lock finetune-llama generate bench test lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -57,3 +57,21 @@ lint: venv  ## ruff, yamllint, shellcheck, hadolint, JSON, ds_configs, recipes, 
 
 clean:  ## remove what the tests and tools leave; outputs/ and .venv stay
 	@rm -rf build .pytest_cache .ruff_cache *.egg-info
+
+# The image is built and looked at by any Python 3.9 on the host: no .venv is needed. Its tests run in .venv's pytest.
+export SLIPWAY_BASE := $(value BASE)
+export SLIPWAY_CA_BUNDLE := $(value CA_BUNDLE)
+export SLIPWAY_FLASH_ATTN := $(value FLASH_ATTN)
+HOST = PYTHONPATH=. exec $(or $(SLIPWAY_PYTHON),python3)
+
+image:  ## build the image: BASE=standin (no registry) CA_BUNDLE=ca.pem (behind a proxy) FLASH_ATTN=wheel|source|none ARGS=
+	@$(HOST) scripts/image.py build $(call flag,--base,BASE) $(call flag,--ca,CA_BUNDLE) $(call flag,--flash-attn,FLASH_ATTN) $(ARGS)
+
+image-test: venv  ## test the image from outside and inside: ARGS='-k name'
+	@exec $(PYTHON) scripts/image.py test $(ARGS)
+
+image-size:  ## size of the image by layer
+	@$(HOST) scripts/image.py size
+
+shell:  ## a shell in the image, with this folder mounted
+	@$(HOST) scripts/image.py shell

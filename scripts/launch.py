@@ -65,7 +65,8 @@ def _run(ranks: int, script: Path, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    command = ["--standalone", "--nproc_per_node", str(ranks), str(script), *arguments]
+    # By number: in a container without a network the machine has a name that does not resolve, and ranks would wait.
+    command = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks), str(script), *arguments]
     try:
         torchrun.main(command)
     except ChildFailedError as error:

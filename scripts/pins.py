@@ -1,4 +1,4 @@
-"""The pins: docker/requirements.in -> docker/requirements.lock and the table in README.md.
+"""The pins: docker/requirements.in -> docker/requirements.lock and the table in README.md and docs/pins.md.
 
     python scripts/pins.py write [--upgrade-package NAME]   what `make lock` runs
     python scripts/pins.py check                            exit 1 if the lock or the table has drifted
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WANTED = ROOT / "docker" / "requirements.in"
 LOCK = ROOT / "docker" / "requirements.lock"
 EXCLUDED = ROOT / "docker" / "requirements.exclude"
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "pins.md"]  # each has the table between the two markers below
 BEGIN, END = "<!-- pins: written by make lock -->", "<!-- end of pins -->"
 SHOWN = 12  # lines of a difference that are shown
 
@@ -60,7 +60,7 @@ def with_table(page: str, rows: list[Pin]) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no line {BEGIN} with {END} after it")
+        raise ValueError(f"a page has no line {BEGIN} with {END} after it")
     return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
 
 
@@ -90,8 +90,10 @@ def drift(is_: str, should: str, name: str) -> list[str]:
 def check(flags: list[str]) -> list[str]:
     """All that has drifted, in lines to print."""
     found = drift(LOCK.read_text(), compiled(WANTED, LOCK, flags), str(LOCK.relative_to(ROOT)))
-    page = README.read_text()
-    return found + drift(page, with_table(page, pins(WANTED.read_text())), README.name)
+    for file in PAGES:
+        page = file.read_text()
+        found += drift(page, with_table(page, pins(WANTED.read_text())), file.name)
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -105,9 +107,10 @@ def main(argv: list[str]) -> int:
             if found:
                 print("run `make lock` and commit what it changes")
             return 1 if found else 0
-        page = with_table(README.read_text(), pins(WANTED.read_text()))
+        pages = {file: with_table(file.read_text(), pins(WANTED.read_text())) for file in PAGES}
         LOCK.write_text(compiled(WANTED, LOCK, argv[1:]))
-        README.write_text(page)
+        for file, page in pages.items():
+            file.write_text(page)
         return 0
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ torch marks a build in progress with a file named `lock` and waits for it withou
 long ago. Here one process builds, under a lock that the system drops with the process.
 """
 
+import importlib.util
 import os
 import sys
 import time
@@ -25,14 +26,17 @@ _LOCK_HELD_S = 30  # a lock with nothing to build is held while a library is loa
 def prepare(offload: bool, nvme: bool = False) -> None:
     """Build what CPU ranks under DeepSpeed load; returns at once where it is built. Sets TORCH_EXTENSIONS_DIR.
 
-    Raises InputError if an op cannot be built, with the compiler's last lines.
+    The image has them beside DeepSpeed's own modules. Raises InputError if an op cannot be built, with the compiler's
+    last lines.
     """
+    wanted = [SHM, *[ADAM] * (offload or nvme), *[PIN, AIO] * nvme]
+    if all(_installed(name) for name in wanted):
+        return
     # With the variable set, torch makes no folder of its own for each Python and torch.
     kind = f"py{sys.version_info.major}{sys.version_info.minor}-torch{metadata.version('torch')}"
     ours = cache.root() / "torch_extensions" / kind
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ours)))
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [SHM, *[ADAM] * (offload or nvme), *[PIN, AIO] * nvme]
     with FileLock(folder / "slipway.lock"):
         missing = [name for name in wanted if not list(folder.glob(f"**/{name}/{name}.so"))]
         _remove_stale_locks(folder, building=bool(missing))
@@ -45,10 +49,9 @@ def prepare(offload: bool, nvme: bool = False) -> None:
 
 def check_async_io() -> None:
     """InputError unless DeepSpeed's async I/O, which NVMe offload runs on, is built or can be."""
-    from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    if not installed_ops.get(AIO) and not AsyncIOBuilder().has_function("io_submit", ("aio",)):
+    if not _installed(AIO) and not AsyncIOBuilder().has_function("io_submit", ("aio",)):
         raise InputError(
             "NVMe offload needs libaio and its headers, which the compiler does not find here",
             "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or take RECIPE=zero3_offload",
@@ -63,6 +66,12 @@ def _remove_stale_locks(folder: Path, building: bool) -> None:
         if lock.exists():
             print(f"removed {lock}: its build was broken off", file=sys.stderr)
             lock.unlink(missing_ok=True)
+
+
+def _installed(name: str) -> bool:
+    """Whether the op was compiled when DeepSpeed was installed; asked of the files, for importing it takes seconds."""
+    (package,) = importlib.util.find_spec("deepspeed").submodule_search_locations
+    return any(Path(package).glob(f"ops/*/{name}_op*.so"))
 
 
 def _build(name: str) -> None:

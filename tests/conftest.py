@@ -1,11 +1,14 @@
 """What all tests share: which marks run on this machine, and an environment apart from hub and caller."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import image
+import image_engine
 import pytest
+
+from slipway.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,14 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def no_docker() -> str:
     """Why no image can be built or run here; empty if one can."""
-    client = shutil.which("docker")
-    if not client:
-        return "no docker client on PATH"
     try:
-        done = subprocess.run([client, "info"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"docker info does not answer: {error}"
-    return "" if done.returncode == 0 else "no Docker engine answers (docker info)"
+        client = image_engine.client()
+    except InputError as error:
+        return error.message
+    done = subprocess.run([client, "image", "inspect", image.TAG], capture_output=True)
+    return f"no image {image.TAG}: make image" if done.returncode else ""
 
 
 def no_gpu() -> str:

@@ -1,0 +1,133 @@
+"""What is compiled in the image: every library resolves, no CUDA library is there twice, ops load, nvcc compiles."""
+
+import json
+import re
+
+import pytest
+from containers import ROOT, STRICT, python, shell
+
+pytestmark = pytest.mark.image
+PACKAGES = "/opt/venv/lib/python3.13/site-packages"
+LIBRARIES = f"find {PACKAGES} -name '*.so*' -type f -print0 | xargs -0 -n 40"
+EXTENSION = """
+#include <torch/extension.h>
+#include <ATen/cuda/CUDAContext.h>
+__global__ void twice(float *x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= 2; }
+torch::Tensor run(torch::Tensor x) {
+  if (x.is_cuda())
+    twice<<<(x.numel() + 255) / 256, 256, 0, at::cuda::getCurrentCUDAStream()>>>(x.data_ptr<float>(), x.numel());
+  return x;
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("run", &run); }
+"""
+
+
+def test_every_library_resolves_but_for_the_drivers():
+    line = f"{LIBRARIES} ldd 2>/dev/null | grep 'not found' | sort -u || true"
+    missing = {row.split()[0] for row in shell(line).splitlines()}
+    assert missing <= {"libcuda.so.1"}, missing
+
+
+def test_the_libraries_that_were_looked_at_are_many():
+    assert int(shell(f"find {PACKAGES} -name '*.so*' -type f | wc -l")) > 200
+
+
+def test_no_library_needs_a_newer_glibc_than_the_images():
+    line = f"{LIBRARIES} objdump -T 2>/dev/null | grep -o 'GLIBC_[0-9.]*' | sort -u || true"
+    needed = {tuple(map(int, name[6:].split("."))) for name in shell(line, timeout=280).split()}
+    have = tuple(map(int, re.search(r"([\d.]+)\n", shell("ldd --version"))[1].split(".")))
+    assert len(needed) > 5 and max(needed) <= have
+
+
+@pytest.mark.parametrize("name", ["libcublas.so", "libcublasLt.so", "libcudnn.so", "libnccl.so", "libcusparse.so"])
+def test_a_cuda_library_is_there_once(name):
+    found = shell(f"find / -xdev -type f -name '{name}*' 2>/dev/null || true").split()
+    assert len(found) == 1, found
+
+
+def test_the_toolkits_folder_links_to_the_wheels_libraries():
+    for name in ("libcublas.so", "libcurand.so", "libcusparse.so", "libnvrtc.so", "libcudnn.so"):
+        assert shell(f"readlink -f /usr/local/cuda/lib64/{name}").startswith(PACKAGES)
+    assert shell("find /usr/local/cuda/ -xtype l") == ""
+
+
+def test_packages_agree_with_each_other():
+    assert "All installed packages are compatible" in shell("uv pip check --python /opt/venv/bin/python 2>&1")
+    assert shell("pip check").strip() == "No broken requirements found."
+
+
+def test_every_promised_op_loads_and_steps_without_a_compiler():
+    table = shell("cd / && PATH=/opt/venv/bin python /slipway/docker/prove_ops.py 2>/dev/null", timeout=280)
+    rows = [row.split() for row in table.splitlines()]
+    rows = [row for row in rows if len(row) == 3 and row[1] in ("cpu", "cuda")]  # the rest are DeepSpeed's own words
+    promised = {(op, where) for op in ("fused_adam", "cpu_adam", "async_io", "pin_memory") for where in ("cpu", "cuda")}
+    assert {(op, where) for op, where, _ in rows} == promised | {("deepspeed_shm_comm", "cpu")}
+    assert all(file.startswith(PACKAGES) for _, _, file in rows)
+
+
+# DeepSpeed enters these two only where the processor has AVX-512: vector_kernel_level in its shm_interface.cpp.
+GUARDED = {"reduce_bf16_buffers", "reduce_fp16_buffers"}
+
+
+def test_cpu_ops_run_on_any_x86_64_v3_machine():
+    """No AVX-512 register but in functions that are guarded; that AVX2 is seen shows that the disassembly was read."""
+    files = shell(f"find {PACKAGES}/deepspeed -name '*.so' ! -path '*on_cuda*'").split()
+    assert len(files) == 5, files
+    used = {"ymm": set(), "zmm": set()}
+    for file in files:
+        function = ""
+        for line in shell(f"objdump -dC --no-show-raw-insn {file}").splitlines():
+            if line.endswith(">:"):
+                function = line.partition("<")[2].partition("(")[0]
+            for register in re.findall(r"%([yz]mm)", line):
+                used[register].add(function)
+    assert used["zmm"] <= GUARDED, used["zmm"] - GUARDED
+    assert len(used["ymm"]) > 10
+
+
+def test_fused_adam_has_machine_code_for_each_card():
+    line = f"cuobjdump --list-elf {PACKAGES}/deepspeed/ops/adam/on_cuda/fused_adam_op*.so"
+    assert set(re.findall(r"sm_(\d+)", shell(line))) == {"80", "86", "89", "90"}
+
+
+def test_deepspeed_xformers_and_the_rest_import():
+    python("import deepspeed, xformers.ops, bitsandbytes, liger_kernel, trl, peft, accelerate, datasets")
+
+
+def test_deepspeed_imports_as_on_a_machine_with_a_gpu():
+    """With a GPU, DeepSpeed runs nvcc when it is imported, and accelerate imports it: every flavour needs nvcc."""
+    code = "import torch; torch.cuda.is_available = lambda: True; import deepspeed; print(deepspeed.__name__)"
+    flags = (*STRICT, "--env", "DS_ACCELERATOR=cuda")
+    assert python(code, flags=flags).splitlines()[-1] == "deepspeed"
+
+
+@pytest.mark.timeout(600)
+def test_nvcc_is_12_4_and_compiles_an_extension_against_torch():
+    assert "release 12.4," in shell("nvcc --version")
+    code = f"""
+import torch, pathlib
+from torch.utils.cpp_extension import load
+source = pathlib.Path("/tmp/twice.cu"); source.write_text('''{EXTENSION}''')
+module = load("twice", [str(source)], build_directory="/tmp", verbose=True, with_cuda=True)
+print(module.run(torch.ones(3)).tolist())
+"""
+    flags = (*STRICT, "--env", "TORCH_CUDA_ARCH_LIST=8.0")
+    assert python(code, flags=flags, timeout=580).splitlines()[-1] == "[1.0, 1.0, 1.0]"
+
+
+def test_triton_finds_a_c_compiler_and_python_h():
+    program = "#include <Python.h>\\nint main() { return 0; }"
+    shell(f"printf '{program}' > /tmp/a.c && gcc $(python3.13-config --includes) -c /tmp/a.c -o /tmp/a.o")
+
+
+def test_folders_stay_within_their_budget():
+    """Measured with du in the image; docker/budget.json holds the bounds in MB, with their sum at most 9.0 GB."""
+    budget = json.loads((ROOT / "docker/budget.json").read_text())
+    assert sum(budget.values()) <= 9000
+    sizes = {}
+    for folder in budget:
+        line = f"du -sxm {folder} 2>/dev/null | cut -f1 || true"
+        sizes[folder] = int(shell(line))
+    whole = int(shell("du -sxm / --exclude=/proc --exclude=/sys 2>/dev/null | cut -f1 || true"))
+    assert {folder: size for folder, size in sizes.items() if size > budget[folder]} == {}
+    assert whole * 1.048576 <= 9000, whole
