@@ -14,6 +14,9 @@ IMAGE = TAG
 # The strictest way that the image is promised to run in: a user it does not know, nothing writable, no network.
 STRICT = ("--user", "12345:0", "--read-only", "--tmpfs", "/tmp:exec", "--network", "none", "--shm-size", "1g")
 
+# For looking at every file there is: nothing is closed to root, so an error of find or du is an error of the test.
+AS_ROOT = ("--user", "0:0", "--read-only", "--tmpfs", "/tmp:exec", "--network", "none")
+
 
 def docker(*words: object, timeout: int = 280) -> subprocess.CompletedProcess:
     return run(image_engine.client(), *words, timeout=timeout)
