@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     run.add()  # a run that ends badly leaves what was asked of it
 
     attention.register(plan.attention.name)
-    lm_head.score_labelled_tokens_only()
+    lm_head.score_fast_on_cpu()
     # After the arguments: under ZeRO-3 they tell from_pretrained to partition each layer as it is read.
     model = models.load(
         plan.model,
