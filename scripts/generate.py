@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from slipway import models
+from slipway import models, report
 from slipway.errors import InputError, stop_on_bad_input
 from slipway.weights import has_weights
 
@@ -19,6 +19,7 @@ from slipway.weights import has_weights
 def main(argv: list[str]) -> None:
     """Prints the answer to what `argv` asks. Raises InputError."""
     asked = _arguments(argv)
+    report.quiet()
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if _gpu() is None else "cuda")  # else deepspeed says what it chose
     name = _newest(asked.model)
     model = models.resolve(name, revision=asked.revision, trust_remote_code=asked.trust_remote_code)
@@ -28,7 +29,8 @@ def main(argv: list[str]) -> None:
         print(note, file=sys.stderr)
     prompt = {"text": asked.prompt} if asked.text else {"messages": [{"role": "user", "content": asked.prompt}]}
     settings = {"max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature, "seed": asked.seed}
-    print(models.answers(loaded, tokenizer, [prompt], **settings)[0])
+    answer = models.answers(loaded, tokenizer, [prompt], **settings)[0]
+    print(report.printable(answer) if sys.stdout.isatty() else answer)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -10,9 +10,10 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 from slipway import ops, report, topology
 from slipway.errors import InputError, stop_on_bad_input
@@ -33,8 +34,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args(argv)
-    os.environ["SLIPWAY_LAUNCHED_AT"] = str(time.time())
+    os.environ["SLIPWAY_LAUNCHED_AT"] = str(psutil.Process().create_time())  # imports take their time too
     report.quiet()
+    topology.forget_outer_ranks()
     world = topology.plan(asked.nproc)
     topology.prepare_environment(world)
     recipe = _load(asked.script)

@@ -5,10 +5,11 @@ everything before a process is launched, and remembers where each value came fro
 """
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -124,11 +125,29 @@ def read(argv: list[str]) -> Asked:
         flags = [f"--{key}" for key in defaults]
         raise InputError(f"unknown argument {unknown[0]}{nearest(unknown[0], flags)}", "`--help` lists all arguments")
     for key, value in vars(typed).items():
+        if value == "":
+            raise InputError(f"--{key} is given an empty value", "give one, or leave the flag out")
         values[key], origins[key] = value, f"command line --{key}"
+    if isinstance(values.get("columns"), str):
+        values["columns"] = _mapping(values["columns"], origins["columns"])
     for key in values:
         if key in NO_EFFECT:
             raise InputError(f"{origins[key]}: {key} has no effect here", NO_EFFECT[key])
     return Asked(values, origins, defaults, config)
+
+
+def _mapping(text: str, where: str) -> dict[str, str]:
+    """A JSON object of texts, as it is typed on a command line."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise InputError(
+            f"{where}: expected a JSON object of column names, found {text}",
+            """in a shell, and in make's ARGS: --columns '{"prompt": "question", "completion": "answer"}'""",
+        )
+    return found
 
 
 def build(asked: Asked) -> tuple[Any, Any, Any]:
@@ -156,6 +175,8 @@ def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
             name = word.partition("=")[2] if "=" in word else (argv[i + 1] if i + 1 < len(argv) else "")
             if not name:
                 raise InputError("--config needs a file", "name a recipe, as in --config recipes/llama/zero3.yaml")
+            if any(other.partition("=")[0] == "--config" for other in rest):
+                raise InputError("--config is given twice", "name one recipe; flags change its values")
             return rest, Path(name)
     return argv, None
 
@@ -179,7 +200,8 @@ def _read_yaml(path: Path) -> dict[str, tuple[Any, int]]:
         problem = getattr(error, "problem", None) or error
         raise InputError(f"{path}{line}: no valid YAML: {problem}", "correct that line") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected `key: value` lines, found {type(content).__name__}", "see recipes/llama/")
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise InputError(f"{path}: expected `key: value` lines, found {found}", "see recipes/llama/")
     lines: dict[str, int] = {}
     for key_node, _ in node.value:
         if key_node.value in lines:
@@ -193,13 +215,22 @@ def _read_yaml(path: Path) -> dict[str, tuple[Any, int]]:
 
 def _typed(action: Any, value: Any, where: str) -> Any:
     """A YAML value as the argument's type; YAML reads 2e-4 as a string, argparse would have made it a number."""
-    if value is None or isinstance(value, (dict, list)):
-        return value
+    for kind, name, shown in ((type(None), "None", "nothing"), (list, "list", "a list"), (dict, "dict", "a mapping")):
+        if isinstance(value, kind):
+            if name in _annotation(action.dest):
+                return value
+            raise InputError(f"{where}: expected one value, found {shown}", "correct the value, or take the key out")
     try:
         return action.type(str(value)) if action.type else value
     except Exception as error:  # argparse types raise what they like: ValueError, TypeError, ArgumentTypeError
         name = getattr(action.type, "__name__", str(action.type)).replace("string_to_bool", "true or false")
         raise InputError(f"{where}: expected {name}, found {value!r}", "correct the value") from error
+
+
+def _annotation(key: str) -> str:
+    """The type that a dataclass gives an argument, as text; the parser keeps a simpler one in its fields."""
+    hints = [get_type_hints(kind) for kind in _parser().dataclass_types]
+    return str(next(one[key] for one in hints if key in one)).replace("Optional", "None")
 
 
 def repository() -> Path:

@@ -50,6 +50,8 @@ class Watch(TrainerCallback):
         self.step_seconds.append(time.perf_counter() - self._started)
         self.first_step_at = self.first_step_at or time.time()
         self.tokens = state.num_input_tokens_seen
+        if state.global_step in (1, state.max_steps):  # a short run, and a slow one, are seen to train
+            control.should_log = True
         if self._bar:
             self._bar.update(self._task, completed=state.global_step)
 

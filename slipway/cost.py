@@ -27,7 +27,7 @@ def of_run(plan: Plan, trainer: Any, watch: Any, began: float) -> dict[str, Any]
     flops = models.flops_per_token(trainer.accelerator.unwrap_model(trainer.model).config, plan.asked.get("max_length"))
     return {
         "train_s": round(train_s, 2),
-        "total_s": round(time.time() - began, 2),
+        "total_s": round(time.time() - topology.launched_at(began), 2),
         "launch_to_first_step_s": round(watch.first_step_at - topology.launched_at(began), 2),
         "step_s": [round(seconds, 3) for seconds in watch.step_seconds],
         "tokens": watch.tokens,

@@ -77,6 +77,8 @@ def load(name: str | Path) -> dict[str, Any]:
             f"{path}:{error.lineno}:{error.colno}: no valid JSON ({error.msg})",
             "JSON has no comments, no comma after a last entry, and double quotes only",
         ) from error
+    except RecursionError:
+        raise InputError(f"{path} is nested too deep to be a ds_config", "copy one of ds_configs/") from None
     if not isinstance(config, dict):
         raise InputError(f"{path} holds {_describe(config)}, expected an object", "copy one of ds_configs/")
     return config

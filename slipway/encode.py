@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipway import cache, docstrings, files, held_out, labels, pack, shapes, sources
+from slipway import cache, docstrings, files, held_out, labels, pack, shapes, sources, topology
 from slipway.errors import InputError
 
 if TYPE_CHECKING:  # the launcher imports this module, and `datasets` takes seconds
@@ -101,10 +102,15 @@ def prepare(
     return Prepared(
         pack.load(folder / "train", packing),
         pack.load(folder / "held_out", packing),
-        facts | {"cache": "made" if made else "hit"},
+        facts | {"cache": "made" if made or _made_by_launcher(folder) else "hit"},
         json.loads((folder / "prompts.json").read_text(encoding="utf-8")),
         folder,
     )
+
+
+def _made_by_launcher(folder: Path) -> bool:
+    """Whether this very run's launcher made it, a moment ago, for its ranks."""
+    return (folder / "facts.json").stat().st_mtime >= topology.launched_at(math.inf)
 
 
 def _check_numbers(max_length: int, held_out_rows: int, max_rows: int | None, loss_on: str) -> None:

@@ -7,7 +7,9 @@ import contextlib
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 EXIT_BAD_INPUT = 2
 EXIT_CTRL_C = 130  # 128 + SIGINT, as shells count
@@ -41,6 +43,20 @@ def stop_on_bad_input() -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
         sys.exit(EXIT_CTRL_C)
+
+
+@contextlib.contextmanager
+def refused_by_a_library() -> Iterator[None]:
+    """Around what only builds from arguments: a library's ValueError about one that no check of ours knows becomes an
+    InputError with the library's own words and the line that raised it."""
+    try:
+        yield
+    except ValueError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"{' '.join(str(error).split())} ({Path(last.filename).name}:{last.lineno})",
+            "change the argument that this is about; `--help` lists all",
+        ) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

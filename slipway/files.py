@@ -54,9 +54,12 @@ def find(source: str) -> tuple[list[Path], list[str]]:
         inside = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
         found = [entry for entry in inside if entry.is_file() and suffix(entry) in READERS]
         if not found:
-            names = ", ".join(entry.name for entry in inside[:8]) or "nothing"
-            raise InputError(f"the folder {source} holds no data file, but {names}", f"give {_KNOWN} files")
+            names = ", ".join(entry.name for entry in inside[:8])
+            holds = f"holds no data file, but {names}" if names else "is empty"
+            raise InputError(f"the folder {source} {holds}", f"give {_KNOWN} files")
         return found, [entry.name for entry in inside if entry not in found]
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{source} is a link to {path.readlink()}, which does not exist", "mend the link")
     if not path.exists():
         raise InputError(f"{source}: no such file or folder{_near(path)}", "mend the path")
     if suffix(path) not in READERS:

@@ -25,6 +25,13 @@ def offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
+def logged_in() -> bool:
+    """Whether there is a token for the hub, and the hub may be asked. The token itself is not tried."""
+    from huggingface_hub import get_token
+
+    return bool(get_token()) and not offline()
+
+
 def find(name: str, revision: str | None, token: str | None, hint: str = "") -> Found:
     """Looks up repository `name` at `revision` (the default branch, if None).
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipway import arguments, attention, ds_config, encode, memory, models, ops, record, topology
+from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, record, topology
 from slipway.arguments import Asked
 from slipway.errors import InputError
 from slipway.plan import Plan
@@ -32,6 +32,7 @@ DEMONSTRATION = {
 def check(argv: list[str], world: World) -> Plan:
     """Check the arguments of a LLaMA recipe for `world`. Raises InputError at the first thing that will not do."""
     asked = arguments.read(argv)
+    limits.check(asked, world)
     notices = _demonstrate(asked, world)
     output = check_output(asked)
     precision = topology.precision(world, *_asked_precision(asked))
@@ -48,6 +49,7 @@ def check(argv: list[str], world: World) -> Plan:
     )
     name, trusted = asked.get("model_name_or_path") or "smollm2-135m", asked.get("trust_remote_code")
     model = models.resolve(name, revision=asked.get("model_revision"), trust_remote_code=trusted)
+    limits.check_length(asked, model)
     tokenizer = models.load_tokenizer(model, trust_remote_code=trusted)
     parameters = models.parameters(model.config)
     _check_memory(asked, parameters, config, precision, world, output)
@@ -222,6 +224,12 @@ def _prepare(asked: Asked, model: models.Model, tokenizer: Any, world: World) ->
             f"{asked.get('dataset_name')}: {data.facts['train_rows']} rows give {len(data.train)} sequences, "
             f"one global batch needs {batch} (micro-batch {micro} x accumulation "
             f"{asked.get('gradient_accumulation_steps')} x {world.size} ranks)",
-            "more rows, --packing false, a smaller --gradient_accumulation_steps, or fewer ranks",
+            _for_few(len(data.train) // (micro * world.size)),
         )
     return data
+
+
+def _for_few(steps: int) -> str:
+    """What to do where the rows fill no global batch; `steps`: the accumulation steps that they do fill."""
+    fitting = f"--gradient_accumulation_steps {steps}" if steps else "a smaller micro-batch or fewer ranks"
+    return f"{fitting}, more rows, or --packing false"

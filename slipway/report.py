@@ -165,9 +165,14 @@ def write_card(path: Path, content: dict[str, Any]) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
+def printable(text: str) -> str:
+    """The text without characters that steer a terminal: a model may say anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _short(text: str, length: int) -> str:
     """A text on one line, cut at `length` characters; run.json holds it whole."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 3] + "..."
 
 

@@ -152,7 +152,7 @@ def _find_shape(rows: list[Row], shape: str | None) -> tuple[Row, str]:
     raise InputError(f"{first.where}: the columns fit no shape; found: {names}", f"{_HOW_TO_NAME}; {_ACCEPTED}")
 
 
-_HOW_TO_NAME = 'rename the columns, or say which is which: columns {"prompt": "yours", "completion": "yours"}'
+_HOW_TO_NAME = """rename the columns, or say which is which: --columns '{"prompt": "yours", "completion": "yours"}'"""
 
 
 def _mixed(row: Row, model: Row, shape: str) -> InputError:

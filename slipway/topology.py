@@ -61,6 +61,22 @@ def plan(nproc: int | None) -> World:
     return World(size, size, "cuda" if gpus else "cpu", gpus)
 
 
+def forget_outer_ranks() -> None:
+    """In the launcher: drop what a job manager says of one process, or the launcher would take itself for a rank.
+
+    Raises InputError if it says that there are more: each of them would train a model of its own.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    if size != "1":
+        raise InputError(
+            f"WORLD_SIZE={size} is set: this is one of several processes, and this command starts the ranks of one "
+            "machine",
+            "`unset WORLD_SIZE` if it is left over; on several machines start torchrun on each (--nnodes, --node_rank)",
+        )
+
+
 def current() -> World:
     """The world this rank was started in, by torchrun, accelerate launch, or plain python (then one rank).
 
@@ -101,6 +117,8 @@ def prepare_environment(world: World) -> None:
     """Set what ranks on a CPU need (inherited by the ranks if called in the launcher). Must come before imports of
     accelerate and deepspeed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_size)))
+    # Importing torch's inductor would start processes that compile, in each rank, whether or not anything is compiled.
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
     if not world.on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would guess, and warn
         # Its own launcher says this; without it each bucket of gradients starts `numactl` to count the sockets.

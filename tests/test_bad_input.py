@@ -27,6 +27,43 @@ CASES = {
         ["--config", "{d}/my.yaml"],
         ["my.yaml:2", "learning_rat", 'did you mean "learning_rate"'],
     ),
+    "a number that is none": ({}, ["--learning_rate", "nan"], ["command line --learning_rate", "nan"]),
+    "a batch of nothing": ({}, ["--per_device_train_batch_size", "0"], ["per_device_train_batch_size is 0"]),
+    "steps that train nothing": ({}, ["--max_steps", "0"], ["max_steps is 0", "num_train_epochs"]),
+    "a rate of nothing in a YAML": (
+        {"my.yaml": "save_strategy: 'no'\nlearning_rate: 0\n"},
+        ["--config", "{d}/my.yaml"],
+        ["my.yaml:2", "learning_rate is 0"],
+    ),
+    "a seed beyond 32 bits": ({}, ["--seed", "4294967296"], ["seed is 4294967296", "0 to 4294967295"]),
+    "longer than the model's positions": ({}, ["--max_length", "2049"], ["max_length 2049", "2048 positions"]),
+    "merge without an adapter": ({}, ["--merge", "true"], ["merge True", "RECIPE=lora"]),
+    "a tracker that is not there": ({}, ["--report_to", "nonsense"], ["report_to", "nonsense", "tensorboard"]),
+    "nothing in a YAML where a number belongs": (
+        {"my.yaml": "packing: true\nlearning_rate:\n"},
+        ["--config", "{d}/my.yaml"],
+        ["my.yaml:2", "learning_rate", "found nothing"],
+    ),
+    "no max_length": ({"my.yaml": "max_length:\n"}, ["--config", "{d}/my.yaml"], ["my.yaml:1", "max_length is empty"]),
+    "a list in a YAML where a number belongs": (
+        {"my.yaml": "learning_rate: [1, 2]\n"},
+        ["--config", "{d}/my.yaml"],
+        ["my.yaml:1", "learning_rate", "found a list"],
+    ),
+    "an empty value": ({}, ["--dataset_name", ""], ["--dataset_name is given an empty value"]),
+    "a ds_config of brackets": (
+        {"ds.json": '{"a":' * 100_000},
+        ["--deepspeed", "{d}/ds.json"],
+        ["ds.json is nested too deep"],
+    ),
+    "columns that are no JSON": ({}, ["--columns", "{prompt: question}"], ["--columns", "{prompt: question}"]),
+    "a job manager's several ranks": ({}, [], ["WORLD_SIZE=2 is set"]),
+    "a job manager's rank": ({}, ["--seed", "-1"], ["seed is -1"]),
+    "a link to nowhere": (
+        {"a.jsonl": Path("nowhere.jsonl")},
+        ["--dataset_name", "{d}/a.jsonl"],
+        ["a.jsonl is a link to nowhere.jsonl"],
+    ),
     "no such YAML": ({}, ["--config", "{d}/none.yaml"], ["no recipe file", "none.yaml"]),
     "unknown flag": ({}, ["--max_lenght", "5"], ["--max_lenght", 'did you mean "--max_length"']),
     "flag without effect": ({}, ["--packing_strategy", "wrapped"], ["packing_strategy has no effect here"]),
@@ -152,6 +189,8 @@ CASES = {
 WHERE = {
     "hub is unreachable": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
     "model is gated": {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "{hub}"},
+    "a job manager's several ranks": {"WORLD_SIZE": "2", "RANK": "1"},
+    "a job manager's rank": {"RANK": "1"},
     "DeepSpeed without a ds_config": {"ACCELERATE_USE_DEEPSPEED": "true"},  # as accelerate launch says it
 }
 
@@ -162,7 +201,10 @@ def start(name: str, folder: Path, hub: str):
     for file, content in files.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        if isinstance(content, Path):
+            path.symlink_to(content)
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
     words = [flag.replace("{d}", str(folder)) for flag in flags]
     nproc = ["--nproc", "0"] if words == ["NPROC"] else []
     words = [] if nproc else words

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import random
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,11 @@ from small_data import own_cache, prepare, write
 from tiny_tokenizers import NO_END, byte_level
 from transformers import AutoTokenizer
 
-from slipway import cache, encode, pack
+from slipway import arguments, cache, encode, pack
 from slipway.errors import InputError
 from slipway.labels import IGNORE
 
+README = Path(__file__).resolve().parent.parent / "README.md"
 pytestmark = pytest.mark.usefixtures(own_cache.__name__)
 
 
@@ -220,3 +223,9 @@ def test_docstrings_with_the_embedded_models_tokenizer(monkeypatch, request):
     assert all(ids[-2] == eos for ids in answers)  # the template ends in a line end, which is not trained on
     again = prepare("docstrings", tokenizer, **options | {"seed": 1})
     assert sorted(sequences(again.held_out)) == sorted(sequences(data.held_out))
+
+
+def test_the_columns_of_the_readmes_command_are_a_mapping():
+    words = re.search(r'ARGS="(--columns .*?)"`', README.read_text())[1].replace('\\"', '"')
+    asked = arguments.read(shlex.split(words))
+    assert asked.get("columns") == {"prompt": "question", "completion": "answer"}

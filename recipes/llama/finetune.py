@@ -20,7 +20,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config  # noqa: E4
 from trl.models.utils import unwrap_model_for_generation  # noqa: E402
 
 from slipway import arguments, attention, callbacks, cost, lm_head, models, preflight, record, topology  # noqa: E402
-from slipway.errors import stop_on_bad_input  # noqa: E402
+from slipway.errors import refused_by_a_library, stop_on_bad_input  # noqa: E402
 from slipway.plan import Plan  # noqa: E402
 
 
@@ -33,7 +33,8 @@ def main(argv: list[str]) -> None:
     report.show_plan(plan)
 
     topology.join(world, deepspeed=plan.ds_config is not None, timeout_s=plan.asked.get("ddp_timeout"))
-    recipe_args, args, model_args = arguments.build(plan.for_trainer())
+    with refused_by_a_library():
+        recipe_args, args, model_args = arguments.build(plan.for_trainer())
     run = record.Record(plan.output, plan.as_asked())
     run.add()  # a run that ends badly leaves what was asked of it
 
@@ -58,15 +59,16 @@ def main(argv: list[str]) -> None:
 
     compare = callbacks.Compare(plan.must_get(), run, before_training=lambda: answer("before"))
     watch = callbacks.Watch()
-    trainer = SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=plan.data.train,
-        eval_dataset=plan.data.held_out if len(plan.data.held_out) else None,
-        processing_class=plan.tokenizer,
-        peft_config=get_peft_config(model_args),
-        callbacks=[compare, watch],
-    )
+    with refused_by_a_library():
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=plan.data.train,
+            eval_dataset=plan.data.held_out if len(plan.data.held_out) else None,
+            processing_class=plan.tokenizer,
+            peft_config=get_peft_config(model_args),
+            callbacks=[compare, watch],
+        )
     trainer.remove_callback(PrinterCallback)
     compare.trainer = trainer
 
