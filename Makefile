@@ -21,7 +21,7 @@ comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama generate bench test lint clean image image-test image-size shell
+.PHONY: help venv verify lock finetune-llama generate bench scaling test lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -48,6 +48,9 @@ generate: venv  ## answer with a model: MODEL=OUTPUT PROMPT='...' ARGS=
 
 bench: venv  ## tokens/s of the default recipe beside a plain Trainer and a bare torch loop
 	@exec $(PYTHON) scripts/bench.py $(ARGS)
+
+scaling: venv  ## why is it not faster: steps/s on 1 and N ranks, where a step's time goes, what bounds it: NPROC= OUTPUT= ARGS=
+	@exec $(PYTHON) scripts/scaling.py $(call flag,--nproc,NPROC) $(call flag,--output,OUTPUT) $(ARGS)
 
 test: venv  ## all tests that this machine can run: ARGS='-k name'
 	@exec $(PYTHON) -m pytest -q $(ARGS)

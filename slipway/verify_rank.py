@@ -17,7 +17,7 @@ STEPS = 3
 ROWS, TOKENS = 840, 8
 
 
-def join() -> str:
+def join(timeout_s: int = 60) -> str:
     """The process group, by the backend of the device; "cuda" or "cpu"."""
     import torch
 
@@ -25,7 +25,7 @@ def join() -> str:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = {"cuda": "nccl", "cpu": "gloo"}[device]
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return device
 
 
