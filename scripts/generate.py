@@ -2,6 +2,7 @@
 
     python scripts/generate.py --model OUTPUT --prompt "What does zip() do?" [--max_new_tokens 64]
     [--temperature 0.7]
+    python scripts/generate.py --model BIG --prompt "..." --device_map auto [--max_memory "0=20GiB,cpu=60GiB"]
 
 Only the answer goes to stdout. Exit codes: 0 answered, 2 bad input, 130 Ctrl-C.
 """
@@ -11,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from slipway import models, report
+from slipway import memory, models, placement, report, topology
 from slipway.errors import InputError, stop_on_bad_input
 from slipway.weights import has_weights
 
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> None:
     name = _newest(asked.model)
     model = models.resolve(name, revision=asked.revision, trust_remote_code=asked.trust_remote_code)
     tokenizer = models.load_tokenizer(model, trust_remote_code=asked.trust_remote_code)
-    loaded = _load(model, tokenizer, asked.trust_remote_code)
+    loaded = _load(model, tokenizer, asked)
     for note in model.notes:
         print(note, file=sys.stderr)
     prompt = {"text": asked.prompt} if asked.text else {"messages": [{"role": "user", "content": asked.prompt}]}
@@ -45,6 +46,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, where the temperature is above 0")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that a hub model brings")
+    big = parser.add_argument_group("for a model that does not fit one card (docs/big-models.md)")
+    big.add_argument("--device_map", choices=placement.DEVICE_MAPS, help="spread layers over GPUs, host memory, disk")
+    big.add_argument("--max_memory", help='at most so much of the weights a device: "0=20GiB,cpu=60GiB"')
+    big.add_argument("--offload_folder", type=Path, help="for what fits nowhere else, if not in safetensors")
     asked = parser.parse_args(argv)
     if asked.max_new_tokens < 1:
         raise InputError(f"--max_new_tokens {asked.max_new_tokens} leaves no room for an answer", "give 1 or more")
@@ -52,7 +57,19 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise InputError(f"--temperature {asked.temperature} is negative", "give 0 or more")
     if not asked.prompt.strip():
         raise InputError("--prompt is empty", 'make generate MODEL=... PROMPT="What is a list?"')
+    _check_placement(asked)
     return asked
+
+
+def _check_placement(asked: argparse.Namespace) -> None:
+    """--max_memory becomes a dict of bytes. Raises InputError."""
+    for flag in ("max_memory", "offload_folder"):
+        if getattr(asked, flag) is not None and asked.device_map is None:
+            raise InputError(f"--{flag} has no effect without --device_map", "add --device_map auto")
+    if asked.max_memory is not None:
+        asked.max_memory = placement.max_memory(asked.max_memory, topology.plan(None).gpus)
+    if asked.offload_folder is not None:
+        memory.check_writable(asked.offload_folder, "--offload_folder")
 
 
 def _newest(name: str) -> str:
@@ -74,7 +91,7 @@ def _gpu() -> str | None:
     return "cuda" if torch.cuda.is_available() else None
 
 
-def _load(model: models.Model, tokenizer: object, trust_remote_code: bool) -> object:
+def _load(model: models.Model, tokenizer: object, asked: argparse.Namespace) -> object:
     import torch
     from transformers.utils import logging
 
@@ -82,13 +99,15 @@ def _load(model: models.Model, tokenizer: object, trust_remote_code: bool) -> ob
     dtype = torch.float32
     if _gpu():
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if model.kind == "adapter":
-        loaded = models.adapter_model(model, tokenizer, dtype=dtype)
-    else:
-        loaded = models.load(
-            model, tokenizer, dtype=dtype, attn="sdpa", zero3=False, trust_remote_code=trust_remote_code
-        )
-    return loaded.to(_gpu() or "cpu")
+    if model.kind == "adapter" and not asked.device_map:
+        return models.adapter_model(model, tokenizer, dtype=dtype).to(_gpu() or "cpu")
+    flags = ("device_map", "max_memory", "offload_folder", "trust_remote_code")
+    places = {flag: getattr(asked, flag) for flag in flags}
+    loaded = models.load(model, tokenizer, dtype=dtype, attn="sdpa", zero3=False, **places)
+    if not asked.device_map:
+        return loaded.to(_gpu() or "cpu")
+    model.notes.append(f"device_map {asked.device_map}: {placement.said(loaded)}")
+    return loaded
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipway.errors import InputError
+from slipway.placement import computes_on
 from slipway.tokenizers import end_of_turn
 
 
@@ -30,14 +31,15 @@ def answers(
     stop = sorted({*end_of_turn(tokenizer), *_as_list(model.generation_config.eos_token_id)})
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     replies = []
-    gpus = [model.device] if model.device.type == "cuda" else []
+    device = computes_on(model)
+    gpus = [device] if device.type == "cuda" else []
     with _answering(model), torch.random.fork_rng(gpus):
         torch.manual_seed(seed)
         for prompt in prompts:
             ids = encode(tokenizer, prompt)
             output = model.generate(
-                input_ids=torch.tensor([ids], device=model.device),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
+                input_ids=torch.tensor([ids], device=device),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
                 max_new_tokens=min(max_new_tokens, _room(model.config, len(ids))),
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=stop,

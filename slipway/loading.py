@@ -21,32 +21,34 @@ def load(
     zero3: bool,
     quantization: Any = None,
     trust_remote_code: bool = False,
-    device_map: Any = None,
     token: str | None = None,
+    **places: Any,
 ) -> Any:
-    """The weights of `model` (from resolve) for training: resized to the tokenizer, ids and configs in order.
+    """The weights of `model` (from resolve): resized to the tokenizer, ids and configs in order.
 
     Under ZeRO-3 call it after the TrainingArguments exist, so that transformers shards while it loads. An
-    adapter is merged into its base first. What was changed goes to `model.notes`. Raises InputError for
+    adapter is merged into its base first. What was changed goes to `model.notes`. `places`: device_map, max_memory and
+    offload_folder of from_pretrained, for a model that only answers. Raises InputError for
     weights that do not fit the config, and for options that ZeRO-3 excludes.
     """
     from transformers import AutoModelForCausalLM
 
-    _check_options(zero3, quantization, device_map)
+    _check_options(zero3, quantization, places.get("device_map"))
     path, revision = _source(model, tokenizer, dtype, token)
-    if quantization is not None and device_map is None:
-        device_map = {"": int(os.environ.get("LOCAL_RANK", "0"))}
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        path,
-        revision=revision,
-        token=token,
-        dtype=dtype,
-        attn_implementation=attn,
-        quantization_config=quantization,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
+    if quantization is not None:
+        places = {"device_map": {"": int(os.environ.get("LOCAL_RANK", "0"))}} | places
+    with _needing_a_folder(model.name):
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=revision,
+            token=token,
+            dtype=dtype,
+            attn_implementation=attn,
+            quantization_config=quantization,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **places,
+        )
     if info["missing_keys"]:
         raise InputError(
             f"MODEL={model.name} has no weights for {weights.shortened(sorted(info['missing_keys']))}",
@@ -56,6 +58,20 @@ def load(
         loaded.name_or_path = loaded.config._name_or_path = model.name  # what an adapter will name as its base
     _fit(loaded, tokenizer, model.notes)
     return loaded
+
+
+@contextlib.contextmanager
+def _needing_a_folder(name: str) -> Iterator[None]:
+    """What lies on disk is read from the model's own safetensors; other formats have to be written anew somewhere."""
+    try:
+        yield
+    except ValueError as error:
+        if "provide an `offload_folder`" not in str(error):
+            raise
+        raise InputError(
+            f"MODEL={name}: a part does not fit in memory, and its files are not such that it can be read from them",
+            "--offload_folder FOLDER, with room for that part; or more --max_memory",
+        ) from error
 
 
 def _check_options(zero3: bool, quantization: Any, device_map: Any) -> None:
@@ -86,7 +102,9 @@ def _source(model: Any, tokenizer: Any, dtype: Any, token: str | None) -> tuple[
 def _fit(loaded: Any, tokenizer: Any, notes: list[str]) -> None:
     """Makes vocabulary, special ids and generation config agree with the tokenizer."""
     text = loaded.config.get_text_config()
-    if last_id(tokenizer) >= text.vocab_size:
+    # Offloaded weights, which lie on meta, keep their shape: one prompt at a time is answered without the pad token.
+    offloaded = any(weight.device.type == "meta" for weight in loaded.parameters())
+    if last_id(tokenizer) >= text.vocab_size and not offloaded:
         had = text.vocab_size
         resize(loaded, last_id(tokenizer) + 1)
         notes.append(f"vocabulary resized from {had} to {text.vocab_size} rows for the new pad token")

@@ -116,12 +116,12 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, what: str = "OUTPUT") -> None:
     """InputError unless files can be made in `folder`, which need not exist yet."""
     parent = folder
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        raise InputError(f"OUTPUT {folder}: {parent} is a file", "name a folder")
+        raise InputError(f"{what} {folder}: {parent} is a file", "name a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"OUTPUT {folder}: {parent} cannot be written by user {os.getuid()}", "name another folder")
+        raise InputError(f"{what} {folder}: {parent} cannot be written by user {os.getuid()}", "name another folder")

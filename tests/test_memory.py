@@ -1,10 +1,11 @@
 """Room on disks and in memory is estimated before a run starts."""
 
 import os
+import re
 import subprocess
 
 import pytest
-from harness import launch
+from harness import ROOT, launch
 
 from slipway import memory
 from slipway.errors import InputError
@@ -31,6 +32,18 @@ def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_launch(small_di
 
 def test_a_checkpoint_of_adam_in_mixed_precision_is_16_bytes_a_parameter():
     assert SEVEN_B.checkpoint == 16 * 7_000_000_000
+
+
+def test_the_page_of_big_models_has_the_figures_of_the_memory_model():
+    page = (ROOT / "docs" / "big-models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) B \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for row in rows:
+        billions, *gib = map(int, row)
+        size = memory.Size(billions * 10**9, billions * 10**9, weight_bytes=2)
+        train = 2 * size.model + size.optimizer  # weights and gradients, and what Adam keeps
+        host = memory.host_need(size, offload_optimizer=True, offload_param=True, local_share=1)
+        assert gib == [round(need / memory.GIB) for need in (size.model, train, train / 8, host)]
 
 
 def test_nvme_offload_wants_a_folder_with_room(tmp_path):

@@ -55,7 +55,8 @@ def test_one_and_two_ranks_really_ran(measured):
 
 def test_the_parts_add_up_to_the_step(measured):
     for one in measured[1]["runs"]:
-        assert set(one["parts_ms"]) == set(PARTS) and min(one["parts_ms"].values()) >= 0
+        assert set(one["parts_ms"]) == {"data", "forward_backward", "all_reduce", "optimizer", "other"}
+        assert min(one["parts_ms"].values()) >= 0
         assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"], rel=0.05)
         assert one["steps_per_s"] == pytest.approx(1000 / one["step_ms"], rel=0.01)
         assert one["rows_per_s"] == pytest.approx(one["ranks"] * 4 * one["steps_per_s"], rel=0.01)
