@@ -21,7 +21,7 @@ comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama generate bench scaling test lint clean image image-test image-size shell
+.PHONY: help venv verify lock finetune-llama train-bert generate bench scaling test lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -42,6 +42,10 @@ finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= 
 
 recipes/llama/%.yaml:
 	$(if $(wildcard $@),,$(error No recipe $*. Recipes: $(recipes)))
+
+train-bert: venv  ## train BERT to tell classes apart: MODEL= DATA= OUTPUT= NPROC= ARGS='--flag value'; none: a dummy job
+	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) recipes/bert/train.py \
+	$(call flag,--model,MODEL) $(call flag,--data,DATA) $(call flag,--output_dir,OUTPUT) $(ARGS)
 
 generate: venv  ## answer with a model: MODEL=OUTPUT PROMPT='...' ARGS=
 	@exec $(PYTHON) scripts/generate.py $(call flag,--model,MODEL) $(call flag,--prompt,PROMPT) $(ARGS)

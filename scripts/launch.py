@@ -2,6 +2,9 @@
 
     python scripts/launch.py [--nproc N] recipes/llama/finetune.py --config recipes/llama/zero3.yaml [--flag value ...]
 
+A recipe is a script with a module `preflight` in it: `check(argv, world)` gives a plan, with the `output` folder that
+the ranks are told by --output_dir, and `before_ranks()`, which is called once; and `print_help()`.
+
 Exit codes: 0 done, 1 a rank failed, 2 bad input (nothing was started or changed), 130 Ctrl-C, 143 SIGTERM.
 """
 
@@ -15,7 +18,7 @@ from types import ModuleType
 
 import psutil
 
-from slipway import ops, report, topology
+from slipway import report, topology
 from slipway.errors import InputError, stop_on_bad_input
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -41,18 +44,16 @@ def main(argv: list[str]) -> int:
     topology.prepare_environment(world)
     recipe = _load(asked.script)
     if {"--help", "-h"} & set(asked.arguments):
-        recipe.arguments.print_help()
+        recipe.preflight.print_help()
         return 0
     plan = recipe.preflight.check(asked.arguments, world)
-    if plan.ds_config and not world.on_gpu:
-        devices = plan.ds_facts["offload_optimizer"], plan.ds_facts["offload_param"]
-        ops.prepare(offload="cpu" in devices, nvme="nvme" in devices)
+    plan.before_ranks()
     os.environ["SLIPWAY_WORLD_SIZE"] = str(world.size)
     return _run(world.size, asked.script, [*asked.arguments, "--output_dir", str(plan.output)])
 
 
 def _load(script: Path) -> ModuleType:
-    """The recipe as a module, for its checks."""
+    """The recipe as a module, for its preflight."""
     spec = importlib.util.spec_from_file_location("recipe", script) if script.is_file() else None
     if spec is None or spec.loader is None:
         raise InputError(f"no script {script}", "name a recipe's script, such as recipes/llama/finetune.py")

@@ -20,7 +20,7 @@ class Compare(TrainerCallback):
         self.trainer: Any = None  # set by the recipe: a Trainer needs its callbacks first
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.run.add(got=record.compare(self.must_get, self.trainer))
+        self.run.add(got=record.compare(self.must_get, record.got(self.trainer)))
         self.before_training()
 
 

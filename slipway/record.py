@@ -92,14 +92,13 @@ def got(trainer: Any) -> dict[str, Any]:
     return facts
 
 
-def compare(asked: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """Compare on every rank what was asked with what was got; the facts if they are equal.
+def compare(asked: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Compare on every rank what was asked with the facts of what was got; the facts if they are equal.
 
     Raises InputError on all ranks, with all differences of all ranks in one message, where they are not.
     """
     import torch
 
-    facts = got(trainer)
     rank = int(os.environ.get("RANK", "0"))
     wrong = [
         f"{key}: asked {value}, got {facts.get(key)} (rank {rank})"
@@ -113,7 +112,7 @@ def compare(asked: dict[str, Any], trainer: Any) -> dict[str, Any]:
     if wrong:
         raise InputError(
             "this run is not what was asked; stopped before step 1:\n  " + "\n  ".join(wrong),
-            "start it with `make finetune-llama` or torchrun, and compare the ds_config named in run.json",
+            "start it with make or torchrun, and compare what is asked with run.json",
         )
     return facts
 

@@ -37,6 +37,16 @@ def console() -> Console:
     return probe if probe.is_terminal else Console(quiet=silent, width=WIDTH)
 
 
+def show_rows(rows: list[tuple[str, str]]) -> None:
+    """(what, value) lines, printed by rank 0."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
 def show_plan(plan: Any) -> None:
     """What will run, before the model is loaded."""
     asked, facts, world = plan.asked, plan.ds_facts, plan.world
@@ -48,7 +58,7 @@ def show_plan(plan: Any) -> None:
     table.add_row("recipe", f"{asked.config or 'arguments only'}")
     table.add_row(
         "model",
-        f"{plan.model.name}, {_count(plan.parameters)} parameters"
+        f"{plan.model.name}, {count(plan.parameters)} parameters"
         + (", an adapter is trained" if asked.get("use_peft") else ""),
     )
     table.add_row(
@@ -176,5 +186,6 @@ def _short(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
+    """Millions or billions, for a person."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"

@@ -52,7 +52,7 @@ def check_packages() -> Finding:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
     excluded = {line for line in EXCLUDED.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"}
     lines = [line for line in done.stderr.splitlines() if line.startswith("The package ")]
-    # requirements.exclude leaves two out on purpose; everything else is a finding
+    # what requirements.exclude names is left out on purpose; everything else is a finding
     wrong = [line for line in lines if re.findall(r"requires `([\w.-]+)", line) not in [[name] for name in excluded]]
     counted = re.search(r"Checked (\d+) packages", done.stderr)
     if not counted or (done.returncode and not lines):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FINETUNE = ROOT / "recipes" / "llama" / "finetune.py"
+TRAIN = ROOT / "recipes" / "bert" / "train.py"
 RECIPES = sorted(path.stem for path in FINETUNE.parent.glob("*.yaml"))
 
 
@@ -40,6 +41,11 @@ def launch(
     ranks = ["--nproc", nproc] if nproc else []
     config = FINETUNE.parent / f"{recipe}.yaml"
     return run(sys.executable, ROOT / "scripts/launch.py", *ranks, FINETUNE, "--config", config, *arguments, **kwargs)
+
+
+def run_python(script: Path, *arguments: object, **kwargs) -> subprocess.CompletedProcess:
+    """A recipe by plain python: one process."""
+    return run(sys.executable, script, *arguments, **kwargs)
 
 
 def torchrun(script: Path, *arguments: object, nproc: int = 2, **kwargs) -> subprocess.CompletedProcess:

@@ -51,6 +51,8 @@ def test_no_pinned_version_stands_outside_requirements():
     for name, text in pages().items():
         if not name.startswith("docker/requirements."):
             own = text.replace(pins.table(PINS), "") if ROOT / name in pins.PAGES else text
+            if name == "pyproject.toml":  # Slipway's own version, which may be the number of a pin
+                own = own.replace(f'\nversion = "{tomllib.loads(own)["project"]["version"]}"\n', "\n")
             found += [f"{name}: {match[0]}" for match in literal.finditer(own)]
             # a test may make up a requirement, to see what is said of it
             found += [f"{name}: {match[0]}" for match in requirement.finditer(own) if not name.startswith("tests/")]
