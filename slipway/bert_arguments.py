@@ -78,6 +78,11 @@ def read(argv: list[str]) -> BertArguments:
     return args
 
 
+def typed(argv: list[str]) -> set[str]:
+    """Names of the arguments that stand on the command line."""
+    return {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+
+
 def _agree_on_precision(args: BertArguments) -> None:
     """accelerate's launcher always says a precision; where both say one and they differ, neither is taken."""
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")

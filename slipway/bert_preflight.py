@@ -16,6 +16,13 @@ from slipway.windows import Windows
 __all__ = ["BertPlan", "check", "print_help"]  # the last two are what scripts/launch.py asks of a recipe
 
 RECIPE = "bert"
+# On the embedded texts without a GPU a run is a demonstration of minutes; what is typed stays as typed.
+DEMONSTRATION = {
+    "max_length": 64,
+    "num_train_epochs": 2,
+    "learning_rate": 2e-4,
+    "per_device_train_batch_size": 16,
+}
 # What may differ between a run and the one that goes on from its checkpoint: it changes no weight, or is compared
 # by its content.
 _FREE = {
@@ -181,6 +188,7 @@ def check(argv: list[str], world: World) -> BertPlan:
     topology.precision(world, args.mixed_precision == "bf16", args.mixed_precision == "fp16", "--mixed_precision")
     _check_tracker(args.report_to)
     folder, resume, notices = _check_output(args)
+    notices += _demonstrate(args, bert_arguments.typed(argv), world)
     if args.data and not args.model:
         raise InputError(
             f"DATA={args.data} needs a MODEL", "MODEL=minilm needs no hub; a folder or a hub id will do too"
@@ -204,6 +212,19 @@ def check(argv: list[str], world: World) -> BertPlan:
         size = memory.Size(plan.parameters, plan.parameters, 4)
         memory.check_disk(folder, size, args.save_total_limit + 1 if args.save_steps else 0)
     return plan
+
+
+def _demonstrate(args: BertArguments, typed: set[str], world: World) -> list[str]:
+    """Shortens a run on the embedded texts where there is no GPU; a line that says so."""
+    if world.on_gpu or not args.model or (args.data or labelled.EMBEDDED) != labelled.EMBEDDED:
+        return []
+    if "num_train_epochs" in typed or "max_steps" in typed:
+        return []
+    changed = {key: value for key, value in DEMONSTRATION.items() if key not in typed}
+    for key, value in changed.items():
+        setattr(args, key, value)
+    said = ", ".join(f"--{key} {value}" for key, value in changed.items())
+    return [f"no GPU, embedded texts: a demonstration, with {said}"]
 
 
 def _check_tracker(name: str) -> None:

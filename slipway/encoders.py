@@ -129,7 +129,9 @@ def load(model: models.Model, classes: tuple[str, ...], dropout: float | None) -
     """
     import torch
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     path = model.path
     if model.kind == "hub" and not Path(path).is_dir():
         folder = hub.download(path, model.revision, None)  # from_pretrained then finds it in the cache
