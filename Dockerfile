@@ -36,7 +36,6 @@ RUN --mount=type=cache,id=apt-lists,target=/var/lib/apt/lists,sharing=locked \
 
 # ---- venv: Python with everything in docker/requirements.lock; the largest layer, made once per lock
 FROM base AS venv
-COPY --from=toolkit /toolkit/ /
 ENV PATH=/opt/venv/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin \
     CUDA_HOME=/usr/local/cuda \
     TORCH_CUDA_ARCH_LIST="8.0 8.6 8.9 9.0+PTX" \
@@ -45,21 +44,28 @@ ENV PATH=/opt/venv/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbi
     CURL_CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt \
     PIP_CERT=/etc/ssl/certs/ca-certificates.crt
 COPY scripts/fill_venv.py scripts/pip_settings.py scripts/venv_state.py scripts/
-COPY docker/build_venv.py docker/requirements.exclude docker/requirements.lock docker/
+COPY docker/build_venv.py docker/dist_record.py docker/requirements.exclude docker/requirements.lock docker/
 # Hashes are checked, packages agree, torch loads. The CA of a proxy, if there is one, lies over the system's bundle
 # while this runs and is in no layer.
 RUN --mount=type=cache,id=uv,target=/uv \
     --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     UV_CACHE_DIR=/uv PYTHONPATH=scripts python3 docker/build_venv.py /opt/venv
 
+# ---- both: each of the two is made while the other is
+FROM venv AS both
+COPY --from=toolkit /toolkit/ /
+COPY docker/link_wheels.py docker/
+# The script ends by asking the linker for what it linked.
+RUN python docker/link_wheels.py /opt/venv/lib/python3.13/site-packages
+
 # ---- ops: DeepSpeed's, for CUDA and for machines without a GPU
-FROM venv AS ops
-COPY docker/build_ops.py docker/
+FROM both AS ops
+COPY docker/build_ops.py docker/dist_record.py docker/
 # The script stops if an op that is promised is not made. DS_ACCELERATOR: there is no GPU to be found here.
 RUN DS_ACCELERATOR=cpu python docker/build_ops.py /ops
 
 # ---- flash-attn: the release's wheel, one compiled here, or none
-FROM venv AS flash-attn
+FROM both AS flash-attn
 ARG FLASH_ATTN=wheel
 # Bounds for FLASH_ATTN=source: processes at a time (8 GB of memory each), and cards.
 ARG MAX_JOBS=2
@@ -71,8 +77,8 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     python docker/build_flash_attn.py "${FLASH_ATTN}" /wheels
 
 # ---- slipway: the finished image
-FROM venv AS slipway
-COPY --from=ops /ops/ /opt/venv/lib/python3.13/site-packages/deepspeed/
+FROM both AS slipway
+COPY --from=ops /ops/ /opt/venv/lib/python3.13/site-packages/
 COPY --from=flash-attn /wheels/flash-attn.txt /usr/share/slipway/
 COPY docker/prove_ops.py docker/install_wheels.py docker/
 # flash-attn's wheel, where there is one, must load; each op loads under both accelerators, and one Adam step is right.
@@ -109,5 +115,6 @@ RUN env -u UV_CONSTRAINT uv pip install --quiet --no-cache --offline --no-deps -
 USER 1000:0
 # TensorBoard: tensorboard --bind_all --logdir outputs
 EXPOSE 6006
-ENTRYPOINT ["tini", "--", "/usr/bin/python3", "-I", "/slipway/docker/entry.py"]
+# -g: a Ctrl-C that Docker sends reaches make and the launcher alike, as one at a terminal does.
+ENTRYPOINT ["tini", "-g", "--", "/usr/bin/python3", "-I", "/slipway/docker/entry.py"]
 CMD ["make", "help"]

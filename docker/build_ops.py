@@ -1,6 +1,6 @@
 """Compiles DeepSpeed's ops that ds_configs can reach, so that no recipe compiles anything when it runs.
 
-    python docker/build_ops.py OUT       writes below OUT what belongs into site-packages/deepspeed
+    python docker/build_ops.py OUT       writes below OUT what belongs into site-packages
 
 DeepSpeed's own set-up would compile for the CPU of the build machine, for one accelerator only, and skip in silence
 what it cannot build. Here each op that is promised is compiled by DeepSpeed's own builder or the build stops; CPU code
@@ -12,12 +12,14 @@ import importlib
 import importlib.metadata
 import os
 import py_compile
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import deepspeed
+import dist_record
 import setuptools
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -62,15 +64,18 @@ def main(out: Path) -> None:
     all_ops = promised(ANY, CUDA, CPU)
     times = collections.Counter(builder.name for _, builder in all_ops)
     twins = [name for name, number in times.items() if number > 1]  # each accelerator has its own build
-    compile_all([extension(where, builder, builder.name in twins) for where, builder in all_ops], out)
+    package_out = out / "deepspeed"
+    compile_all([extension(where, builder, builder.name in twins) for where, builder in all_ops], package_out)
     for where, builder in all_ops:
         if builder.name in twins and where == CUDA:
             package, _, name = builder.absolute_name().rpartition(".")
-            folder = out / package.removeprefix("deepspeed.").replace(".", "/")
+            folder = out / package.replace(".", "/")
             (folder / f"{name}.py").write_text(CHOOSER.format(package=package, name=name))
-    (out / "git_version_info_installed.py").write_text(installed())
-    for file in out.rglob("*.py"):
+    (package_out / "git_version_info_installed.py").write_text(installed())
+    made = [file for file in package_out.rglob("*") if file.is_file()]
+    for file in package_out.rglob("*.py"):
         py_compile.compile(str(file), doraise=True)
+    record(out, made)
 
 
 def promised(*accelerators: str) -> list[tuple[str, OpBuilder]]:
@@ -90,6 +95,8 @@ def extension(where: str, builder: OpBuilder, twin: bool) -> setuptools.Extensio
     made = builder.builder()
     # The builders leave their linker flags out when they do not compile at run time.
     made.extra_link_args = [*made.extra_link_args, *builder.extra_ldflags(), "-fopenmp"]
+    # They ask for what only a debugger reads, which takes as long as the code itself, and no user would load.
+    made.extra_compile_args["cxx"].append("-g0")
     package, _, name = made.name.removeprefix("deepspeed.").rpartition(".")
     made.name = f"{package}.on_{where}.{name}" if twin else f"{package}.{name}"
     return made
@@ -104,6 +111,15 @@ def compile_all(extensions: list[setuptools.Extension], out: Path) -> None:
         command.run()
     for file in out.rglob("*.so"):
         subprocess.run(["strip", "--strip-debug", file], check=True)
+
+
+def record(out: Path, made: list[Path]) -> None:
+    """DeepSpeed's list of files with the ops in it, so that one that is missing later is noticed."""
+    before = Path(importlib.metadata.distribution("deepspeed")._path) / "RECORD"
+    after = out / before.parent.name / before.name
+    after.parent.mkdir()
+    shutil.copy(before, after)
+    dist_record.update(after, made)
 
 
 def installed() -> str:

@@ -12,13 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dist_record
 from fill_venv import Steps
 
 HERE = Path(__file__).resolve().parent
-# torch finds its CUDA libraries by itself; ldconfig tells all others where they are (this script writes it).
-LINKER = Path("/etc/ld.so.conf.d/slipway.conf")
-# What `-lcublas` and tools that look below CUDA_HOME expect to find in the toolkit.
-CUDA_LIBRARIES = Path("/usr/local/cuda/lib64")
 
 
 def main(venv: Path) -> None:
@@ -31,7 +28,6 @@ def main(venv: Path) -> None:
     (packages,) = venv.glob("lib/python3.*/site-packages")
     forget_excluded(packages)
     keep_one_bitsandbytes(packages, venv)
-    link_libraries(packages)
     prove(venv)
 
 
@@ -45,6 +41,7 @@ def forget_excluded(packages: Path) -> None:
         text = file.read_text()
         if wanted.search(text):
             file.write_text(wanted.sub("", text))
+            dist_record.update(file.with_name("RECORD"), [file])
 
 
 def keep_one_bitsandbytes(packages: Path, venv: Path) -> None:
@@ -52,23 +49,13 @@ def keep_one_bitsandbytes(packages: Path, venv: Path) -> None:
     code = "import torch; print(torch.version.cuda.replace('.', ''))"
     cuda = subprocess.check_output([venv / "bin/python", "-c", code], text=True).strip()
     kept = [packages / f"bitsandbytes/libbitsandbytes_{name}.so" for name in (f"cuda{cuda}", "cpu")]
-    for file in packages.glob("bitsandbytes/libbitsandbytes_*.so"):
-        if file not in kept:
-            file.unlink()
+    dropped = [file for file in packages.glob("bitsandbytes/libbitsandbytes_*.so") if file not in kept]
+    for file in dropped:
+        file.unlink()
+    (info,) = packages.glob("bitsandbytes-*.dist-info")
+    dist_record.update(info / "RECORD", dropped)
     if not all(file.exists() for file in kept):
         raise SystemExit(f"bitsandbytes has no library for CUDA {cuda}")
-
-
-def link_libraries(packages: Path) -> None:
-    """One copy of each CUDA library, the wheels' own: known to the linker, and linked from the toolkit's folder."""
-    folders = [packages / "torch/lib", *sorted(packages.glob("nvidia/*/lib"))]
-    LINKER.write_text("".join(f"{folder}\n" for folder in folders))
-    for file in packages.glob("nvidia/*/lib/lib*.so.*"):
-        for name in (file.name, f"{file.name.partition('.so')[0]}.so"):
-            link = CUDA_LIBRARIES / name
-            if not os.path.lexists(link):  # libcudart is the toolkit's own
-                link.symlink_to(file)
-    subprocess.run(["ldconfig"], check=True)
 
 
 def prove(venv: Path) -> None:

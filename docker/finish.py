@@ -4,10 +4,12 @@ python docker/finish.py
 """
 
 import compileall
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
 
+import dist_record
 import write_sbom
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,10 +33,11 @@ def main() -> None:
 
 def hinting_pip(folder: Path) -> None:
     """`pip` becomes docker/pip_with_hint.py; `python -m pip` stays as it is."""
-    for name in ("pip", "pip3"):
-        script = folder / name
+    scripts = [folder / name for name in ("pip", "pip3")]
+    for script in scripts:
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/docker/pip_with_hint.py "$@"\n')
         script.chmod(0o755)
+    dist_record.update(Path(importlib.metadata.distribution("pip")._path) / "RECORD", scripts)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,10 @@ def host_need(size: Size, offload_optimizer: bool, offload_param: bool, local_sh
 def host_total() -> int:
     """Bytes of host memory that this process may use: the machine's, or its container's if that has less."""
     have = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        have = min(have, int(text))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup v2, and of v1
+        limit = Path("/sys/fs/cgroup") / name
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            have = min(have, int(text))
     return have
 
 

@@ -30,7 +30,7 @@ def prepare(offload: bool, nvme: bool = False) -> None:
     last lines.
     """
     wanted = [SHM, *[ADAM] * (offload or nvme), *[PIN, AIO] * nvme]
-    if all(_installed(name) for name in wanted):
+    if prebuilt(*wanted):
         return
     # With the variable set, torch makes no folder of its own for each Python and torch.
     kind = f"py{sys.version_info.major}{sys.version_info.minor}-torch{metadata.version('torch')}"
@@ -51,7 +51,7 @@ def check_async_io() -> None:
     """InputError unless DeepSpeed's async I/O, which NVMe offload runs on, is built or can be."""
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    if not _installed(AIO) and not AsyncIOBuilder().has_function("io_submit", ("aio",)):
+    if not prebuilt(AIO) and not AsyncIOBuilder().has_function("io_submit", ("aio",)):
         raise InputError(
             "NVMe offload needs libaio and its headers, which the compiler does not find here",
             "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or take RECIPE=zero3_offload",
@@ -68,10 +68,10 @@ def _remove_stale_locks(folder: Path, building: bool) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _installed(name: str) -> bool:
-    """Whether the op was compiled when DeepSpeed was installed; asked of the files, for importing it takes seconds."""
+def prebuilt(*names: str) -> bool:
+    """Whether these ops came compiled with DeepSpeed, as in the image; asked of files, for importing takes seconds."""
     (package,) = importlib.util.find_spec("deepspeed").submodule_search_locations
-    return any(Path(package).glob(f"ops/*/{name}_op*.so"))
+    return all(any(Path(package).glob(f"ops/*/{name}_op*.so")) for name in names)
 
 
 def _build(name: str) -> None:

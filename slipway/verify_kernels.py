@@ -2,11 +2,13 @@
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 from slipway import gpu
 from slipway.verify import Finding, Skip, check, failed, passed
 
+FLASH_ATTN = Path("/usr/share/slipway/flash-attn.txt")  # the image's own note: what it was built with
 REBUILD = "make the set-up anew (`rm -rf .venv && make venv`, or the image), and report it with `make verify JSON=1`"
 
 
@@ -16,14 +18,14 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def need_gpu() -> None:
-    """Skip, with the reason, where torch sees no GPU; where there is no driver either, without a torch to ask."""
+def need_gpu(more: str = "") -> None:
+    """Skip, with the reason and `more`, where torch sees no GPU; without a driver, torch is not asked."""
     if not gpu.Live().ask("host.device_files"):
-        raise Skip("no GPU: there is no /dev/nvidia*")
+        raise Skip(f"no GPU: there is no /dev/nvidia*{more}")
     import torch
 
     if not torch.cuda.is_available():
-        raise Skip("no GPU that torch can use")
+        raise Skip(f"no GPU that torch can use{more}")
 
 
 def build_ops(offload: bool) -> None:
@@ -97,11 +99,12 @@ def check_xformers() -> Finding:
 def check_flash_attn() -> Finding:
     import importlib.util
 
-    need_gpu()
+    built = f"; the image was built with FLASH_ATTN={FLASH_ATTN.read_text().strip()}" if FLASH_ATTN.exists() else ""
+    need_gpu(built)
     import torch
 
     if importlib.util.find_spec("flash_attn") is None:
-        raise Skip("flash-attn is not installed")
+        raise Skip(f"flash-attn is not installed{built}")
     if torch.cuda.get_device_capability()[0] < 8:
         raise Skip("flash-attn needs sm_80 or newer")
     from slipway import attention_cases
@@ -180,7 +183,9 @@ def check_ops() -> Finding:
         build_ops(offload=True)
     except InputError as error:
         return failed("{error}", error=error.message)
-    return passed("{names} in {folder}", names=f"{ops.SHM}, {ops.ADAM}", folder=os.environ["TORCH_EXTENSIONS_DIR"])
+    names = ops.SHM, ops.ADAM
+    where = "prebuilt with DeepSpeed" if ops.prebuilt(*names) else f"in {os.environ['TORCH_EXTENSIONS_DIR']}"
+    return passed("{names} {where}", names=", ".join(names), where=where)
 
 
 @check(

@@ -1,5 +1,6 @@
 """`make verify`: what is installed is what was pinned, whole, and fits together."""
 
+import csv
 import os
 import re
 import subprocess
@@ -67,16 +68,17 @@ def check_files() -> Finding:
     names = re.findall(r"^([\w.-]+)==", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
     broken, count = [], 0
     for dist in (dist for name in sorted(set(names)) for dist in metadata.distributions(name=name)):
-        for file in dist.files or []:
-            if file.size is None:  # byte code, and RECORD itself
+        # Not dist.files: since Python 3.12 it leaves out what is missing.
+        for file, _, wanted in csv.reader((dist.read_text("RECORD") or "").splitlines()):
+            if not wanted:  # byte code, and RECORD itself
                 continue
             count += 1
             try:
                 size = Path(dist.locate_file(file)).stat().st_size
             except OSError:
                 size = None
-            if size != file.size:
-                found = "is missing" if size is None else f"has {size} bytes of {file.size}"
+            if size != int(wanted):
+                found = "is missing" if size is None else f"has {size} bytes of {wanted}"
                 broken.append(f"{file} {found}")
     if broken:
         return failed("{text}", text=listed(broken), broken=broken[:100], count=len(broken))

@@ -17,6 +17,11 @@ STRICT = ("--user", "12345:0", "--read-only", "--tmpfs", "/tmp:exec", "--network
 # For looking at every file there is: nothing is closed to root, so an error of find or du is an error of the test.
 AS_ROOT = ("--user", "0:0", "--read-only", "--tmpfs", "/tmp:exec", "--network", "none")
 
+# With the network and, behind a proxy, with the CA that built the image, mounted as docs/base-image.md says.
+BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+CA = os.environ.get("SLIPWAY_CA_BUNDLE")
+ONLINE = ("--user", "0:0", *(("--volume", f"{CA}:{BUNDLE}:ro") if CA else ()))
+
 
 def docker(*words: object, timeout: int = 280) -> subprocess.CompletedProcess:
     return run(image_engine.client(), *words, timeout=timeout)

@@ -1,12 +1,14 @@
 """The built image from outside: who it runs as, what it has, how it stops, what is not in it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import image
 import image_engine
@@ -162,22 +164,47 @@ def test_docker_stop_ends_a_command_at_once_and_leaves_no_zombie():
         docker("rm", "--force", name)
 
 
-def test_a_touched_recipe_is_rebuilt_within_half_a_minute(config, tmp_path):
-    """The same build of a copy of the project with one recipe changed; all but the last steps are cached."""
-    copy = tmp_path / "slipway"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "outputs", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    recipe = copy / "recipes/llama/zero3.yaml"
-    recipe.write_text(f"{recipe.read_text()}# touched {uuid.uuid4()}\n")
-    asked = {name: config["Labels"][f"slipway.asked.{name}"] for name in ("base", "flash_attn")}
+def build_copy(copy: Path, config: dict, **asked: str) -> subprocess.CompletedProcess:
+    """`make image` as this image was built, or as `asked`, in a copy of the project; what is unchanged is cached."""
+    asked = {name: config["Labels"][f"slipway.asked.{name}"] for name in ("base", "flash_attn")} | asked
     flags = [word for name, value in asked.items() if value for word in (f"--{name.replace('_', '-')}", value)]
     environ = {"SLIPWAY_IMAGE": "slipway-touched", "PYTHONPATH": "."}
+    return run(sys.executable, "scripts/image.py", "build", *flags, cwd=copy, **environ)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "outputs", "__pycache__", ".*_cache")
+    return shutil.copytree(ROOT, tmp_path / "slipway", ignore=ignored)
+
+
+def test_a_touched_recipe_is_rebuilt_within_half_a_minute(config, copy):
+    """All but the last steps are cached."""
+    recipe = copy / "recipes/llama/zero3.yaml"
+    recipe.write_text(f"{recipe.read_text()}# touched {uuid.uuid4()}\n")
     start = time.monotonic()
-    done = run(sys.executable, "scripts/image.py", "build", *flags, cwd=copy, **environ)
+    done = build_copy(copy, config)
     seconds = time.monotonic() - start
     docker("image", "rm", "slipway-touched")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cached    venv 4/4" in done.stdout and seconds < 30, f"{seconds:.0f} s\n{done.stdout}"
+
+
+def test_a_wheel_of_flash_attn_that_is_not_reached_names_the_other_choices(config, copy):
+    pin = copy / "docker/flash_attn.json"
+    closed = json.loads(pin.read_text()) | {"url": "https://127.0.0.1:9/flash_attn.whl"}
+    pin.write_text(json.dumps(closed))
+    done = build_copy(copy, config, flash_attn="wheel")
+    assert done.returncode == 1 and "error: flash-attn's wheel was not reached: " in done.stderr, done.stderr[-3000:]
+    assert "FLASH_ATTN=source compiles it" in done.stderr and "FLASH_ATTN=none leaves it out" in done.stderr
+
+
+def test_make_shell_is_a_shell_in_the_image_with_this_folder():
+    typed = "echo $((6 * 7)) $(id -u) $(stat -c %u .) $PWD; nvcc --version; exit\n"
+    words = ["script", "--quiet", "--return", "--command", "make shell", "/dev/null"]  # on a terminal
+    done = subprocess.run(words, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=120)
+    said = f"42 {os.getuid()} {ROOT.stat().st_uid} /work"
+    assert said in done.stdout and "release 12.4" in done.stdout, done.stdout
 
 
 def test_image_size_prints_layers_and_their_sum(capfd):

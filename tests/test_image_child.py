@@ -6,14 +6,10 @@ import subprocess
 
 import image_engine
 import pytest
-from containers import IMAGE, ROOT, inside, shell
+from containers import BUNDLE, CA, IMAGE, ONLINE, ROOT, inside, shell
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
 CHILD = "slipway-child"
-BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
-# Behind a proxy, the CA that built the image is mounted, as docs/base-image.md says.
-CA = os.environ.get("SLIPWAY_CA_BUNDLE")
-ONLINE = ("--user", "0:0", *(("--volume", f"{CA}:{BUNDLE}:ro") if CA else ()))
 PIN = next(
     line for line in (ROOT / "docker/requirements.in").read_text().splitlines() if line.startswith("torch==")
 ).split()[0]

@@ -155,6 +155,26 @@ def test_the_ops_builder_promises_each_op_once_for_an_accelerator():
     assert "-march=x86-64-v3" in text and "native" not in text
 
 
+def test_record_follows_what_the_build_changes_and_nothing_else(tmp_path):
+    record = tmp_path / "x-1.dist-info" / "RECORD"
+    record.parent.mkdir()
+    kept, changed, gone, added = (tmp_path / "x" / name for name in ("kept.py", "changed.py", "gone.so", "a, b.so"))
+    changed.parent.mkdir()
+    record.write_text(
+        "x/changed.py,sha256=old,3\nx/gone.so,sha256=old,9\nx/kept.py,sha256=as,5\nx-1.dist-info/RECORD,,\n"
+    )
+    changed.write_text("")
+    added.write_bytes(b"abc")
+    script("dist_record").update(record, [changed, gone, added])
+    assert record.read_text().splitlines() == [
+        "x-1.dist-info/RECORD,,",
+        '"x/a, b.so",sha256=ungWv48Bz-pBQUDeXa4iI7ADYaOWF3qctBD_YfIAFa0,3',
+        "x/changed.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0",
+        "x/kept.py,sha256=as,5",
+    ], "kept.py is missing, and RECORD still says so"
+    assert not kept.exists()
+
+
 ENTRY = [sys.executable, "-I", str(ROOT / "docker/entry.py")]
 
 

@@ -5,18 +5,26 @@ import json
 import re
 
 import pytest
-from containers import AS_ROOT, ROOT, STRICT, python, shell
+from containers import AS_ROOT, ONLINE, ROOT, STRICT, python, shell
 
 pytestmark = pytest.mark.image
 PACKAGES = "/opt/venv/lib/python3.13/site-packages"
 FILES = f"find {PACKAGES} -type f '(' -name '*.so' -o -name '*.so.[0-9]*' ')'"
-EXTENSION = """
-#include <torch/extension.h>
-#include <ATen/cuda/CUDAContext.h>
+# nvcc reads CUDA and torch's headers for CUDA code; g++ reads torch's largest header; the two are linked.
+KERNEL = """
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 __global__ void twice(float *x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= 2; }
+void launch(float *x, int n) {
+  twice<<<(n + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(x, n);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+"""
+BINDING = """
+#include <torch/extension.h>
+void launch(float *x, int n);
 torch::Tensor run(torch::Tensor x) {
-  if (x.is_cuda())
-    twice<<<(x.numel() + 255) / 256, 256, 0, at::cuda::getCurrentCUDAStream()>>>(x.data_ptr<float>(), x.numel());
+  if (x.is_cuda()) launch(x.data_ptr<float>(), x.numel());
   return x;
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("run", &run); }
@@ -115,16 +123,39 @@ def test_deepspeed_imports_as_on_a_machine_with_a_gpu():
 
 @pytest.mark.timeout(600)
 def test_nvcc_is_12_4_and_compiles_an_extension_against_torch():
-    assert "release 12.4," in shell("nvcc --version")
     code = f"""
 import torch, pathlib
 from torch.utils.cpp_extension import load
-source = pathlib.Path("/tmp/twice.cu"); source.write_text('''{EXTENSION}''')
-module = load("twice", [str(source)], build_directory="/tmp", verbose=True, with_cuda=True)
+pathlib.Path("/tmp/kernel.cu").write_text({KERNEL!r}); pathlib.Path("/tmp/binding.cpp").write_text({BINDING!r})
+sources = ["/tmp/kernel.cu", "/tmp/binding.cpp"]
+module = load("twice", sources, build_directory="/tmp", verbose=True, with_cuda=True, extra_cflags=["-O0"])
 print(module.run(torch.ones(3)).tolist())
 """
-    flags = (*STRICT, "--env", "TORCH_CUDA_ARCH_LIST=8.0")
-    assert python(code, flags=flags, timeout=580).splitlines()[-1] == "[1.0, 1.0, 1.0]"
+    flags = (*STRICT, "--env", "TORCH_CUDA_ARCH_LIST=8.0", "--env", f"CODE={code}")
+    line = 'nvcc --version && python -W ignore -c "$CODE" && cuobjdump --list-elf /tmp/twice.so'
+    said = shell(line, flags=flags, timeout=580)
+    assert "release 12.4," in said and "[1.0, 1.0, 1.0]" in said and "sm_80" in said, said
+
+
+# One of the 72 files, for one kind of card, without the variants that these switches of flash-attn's own leave out.
+FLASH_ATTN = """
+cd /tmp; echo "$PIN" > pin.txt; export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE
+pip download --quiet --no-deps --no-build-isolation --no-binary :all: --require-hashes --requirement pin.txt
+tar -xzf flash_attn-*.tar.gz; cd flash_attn-*/csrc
+folders="-I flash_attn -I flash_attn/src -I cutlass/include -I $TORCH -I $TORCH/torch/csrc/api/include"
+switches=$(printf -- '-DFLASHATTENTION_DISABLE_%s ' DROPOUT ALIBI UNEVEN_K SOFTCAP LOCAL)
+nvcc -c -std=c++17 -O1 -arch=sm_80 --expt-relaxed-constexpr --expt-extended-lambda $switches $folders \
+  $(python3-config --includes) -o /tmp/one.o flash_attn/src/flash_fwd_hdim32_fp16_causal_sm80.cu
+cuobjdump --list-elf /tmp/one.o
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_source_file_of_flash_attn_compiles_to_an_object():
+    pin = json.loads((ROOT / "docker/flash_attn.json").read_text())
+    requirement = f"flash-attn=={pin['version']} --hash=sha256:{pin['source_sha256']}"
+    flags = (*ONLINE, "--env", f"PIN={requirement}", "--env", f"TORCH={PACKAGES}/torch/include")
+    assert "sm_80.cubin" in shell(FLASH_ATTN, flags=flags, timeout=800)
 
 
 def test_triton_finds_a_c_compiler_and_python_h():
