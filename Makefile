@@ -12,16 +12,18 @@ export SLIPWAY_DATA := $(value DATA)
 export SLIPWAY_OUTPUT := $(value OUTPUT)
 export SLIPWAY_NPROC := $(value NPROC)
 export SLIPWAY_ATTN := $(value ATTN)
+export SLIPWAY_RESUME := $(value RESUME)
+export SLIPWAY_RESTARTS := $(value RESTARTS)
 export SLIPWAY_PROMPT := $(value PROMPT)
 export SLIPWAY_ONLY := $(value ONLY)
-unexport MODEL DATA OUTPUT NPROC ATTN PROMPT ONLY ARGS BASE CA_BUNDLE FLASH_ATTN
+unexport MODEL DATA OUTPUT NPROC ATTN RESUME RESTARTS PROMPT ONLY ARGS BASE CA_BUNDLE FLASH_ATTN
 flag = $${SLIPWAY_$(2):+$(1) "$$SLIPWAY_$(2)"}
 
 comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama train-bert generate bench scaling test lint clean image image-test image-size shell
+.PHONY: help venv verify lock finetune-llama train-bert generate bench scaling test soak lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -36,9 +38,9 @@ lock: venv  ## rewrite docker/requirements.lock, and README's table of pins, fro
 	@$(PYTHON) scripts/pins.py write $(ARGS)
 
 # `exec` takes the shell out of the way: signals reach the launcher, and its exit code is what make reports.
-finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= DATA= OUTPUT= NPROC= ATTN= ARGS='--flag value'
-	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) recipes/llama/finetune.py --config $< \
-	$(call flag,--model_name_or_path,MODEL) $(call flag,--dataset_name,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--attn,ATTN) $(ARGS)
+finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= DATA= OUTPUT= NPROC= ATTN= RESUME= RESTARTS= ARGS='--flag value'
+	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) $(call flag,--restarts,RESTARTS) recipes/llama/finetune.py --config $< \
+	$(call flag,--model_name_or_path,MODEL) $(call flag,--dataset_name,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--attn,ATTN) $(call flag,--resume,RESUME) $(ARGS)
 
 recipes/llama/%.yaml:
 	$(if $(wildcard $@),,$(error No recipe $*. Recipes: $(recipes)))
@@ -58,6 +60,9 @@ scaling: venv  ## why is it not faster: steps/s on 1 and N ranks, where a step's
 
 test: venv  ## all tests that this machine can run: ARGS='-k name'
 	@exec $(PYTHON) -m pytest -q $(ARGS)
+
+soak: venv  ## kill runs at random moments and resume them: KILLS=200 (hours), ARGS=
+	@SLIPWAY_KILLS=$(or $(KILLS),200) exec $(PYTHON) -m pytest -q --timeout 0 tests/test_surviving.py -k killed_at_any_moment $(ARGS)
 
 lint: venv  ## ruff, yamllint, shellcheck, hadolint, JSON, ds_configs, recipes, pins
 	@$(PYTHON) scripts/lint.py

@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
 
@@ -65,6 +65,21 @@ class RecipeArguments:
     sample_tokens: int = field(default=48, metadata={"help": "length of such an answer at most, in tokens"})
     merge: bool = field(
         default=False, metadata={"help": "LoRA: also save base + adapter as one model in OUTPUT/merged"}
+    )
+    resume: str | None = field(
+        default=None,
+        metadata={"help": "auto: go on from the newest complete checkpoint in OUTPUT; or OUTPUT/checkpoint-STEP"},
+    )
+    stop_seconds: int = field(
+        default=300, metadata={"help": "after a signal, ranks that have not saved and ended by then are killed"}
+    )
+    stop_on_sigusr1: bool = field(default=False, metadata={"help": "SIGUSR1 stops as SIGTERM does: Slurm's warning"})
+    heartbeat_seconds: int = field(
+        default=120, metadata={"help": "a rank without a sign of life for so long ends the run; 0: no limit"}
+    )
+    on_full_disk: Literal["go_on", "stop"] = field(
+        default="go_on",
+        metadata={"help": "no room for a checkpoint: go_on (without it) or stop (the last good one stays either way)"},
     )
     overwrite: bool = field(
         default=False,

@@ -49,6 +49,15 @@ class BertPlan:
     def __post_init__(self) -> None:
         self.batch, self.accumulation = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
 
+    def limits(self) -> dict[str, Any]:
+        """What the launcher watches the ranks by (slipway.watch.Limits): a signal ends them where they are."""
+        return {"stop_s": 30, "silence_s": 0, "sigusr1": False}
+
+    def last_good(self) -> int | None:
+        """The step of the newest complete checkpoint in OUTPUT; None if there is none."""
+        complete, _ = checkpoints.find(self.output)
+        return complete[-1].step if complete else None
+
     def before_ranks(self) -> None:
         """Nothing is to be done once for all ranks: models and data are in the cache by now."""
 

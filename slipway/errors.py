@@ -13,6 +13,7 @@ from pathlib import Path
 
 EXIT_BAD_INPUT = 2
 EXIT_CTRL_C = 130  # 128 + SIGINT, as shells count
+EXIT_GO_ON = 75  # EX_TEMPFAIL of sysexits.h: stopped with a checkpoint, to be started again with RESUME=auto
 
 
 class InputError(Exception):

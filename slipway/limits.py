@@ -19,13 +19,23 @@ _COUNTS = dict.fromkeys(
         "save_total_limit",
         "sample_tokens",
         "ddp_timeout",
+        "stop_seconds",
         "lora_r",
         "lora_alpha",
     ),
     (1, None),
 )
 _NOT_NEGATIVE = dict.fromkeys(
-    ("samples", "warmup_steps", "max_grad_norm", "weight_decay", "dataloader_num_workers", "eval_delay"), (0, None)
+    (
+        "samples",
+        "warmup_steps",
+        "max_grad_norm",
+        "weight_decay",
+        "dataloader_num_workers",
+        "eval_delay",
+        "heartbeat_seconds",
+    ),
+    (0, None),
 )
 _SEEDS = dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1))  # numpy takes 32 bits
 _SHARES = dict.fromkeys(("lora_dropout", "label_smoothing_factor", "adam_beta1", "adam_beta2"), (0, 1))

@@ -24,6 +24,11 @@ class Size:
     trainable: int
     weight_bytes: int
 
+    @classmethod
+    def of(cls, parameters: int, precision: str, adapter: bool) -> "Size":
+        """Of a model that is trained whole, or by an adapter: a few per cent of its parameters at most."""
+        return cls(parameters, parameters // 50 if adapter else parameters, 4 if precision == "fp32" else 2)
+
     @property
     def model(self) -> int:
         """Bytes of the saved weights (an adapter alone, if only that is trained)."""

@@ -75,7 +75,7 @@ def save(encoded: Encoded, chosen: list[int], folder: Path, asked: dict[str, Any
     import numpy as np
 
     if not chosen:
-        return {f"{prefix}sequences": 0}
+        return {f"{prefix}sequences": 0, f"{prefix}fingerprint": "none"}
     length, packing = asked["max_length"], asked["packing"]
     if packing:
         from trl.data_utils import pack_dataset  # seconds, for nothing if nothing is packed
@@ -85,10 +85,20 @@ def save(encoded: Encoded, chosen: list[int], folder: Path, asked: dict[str, Any
     else:
         data = encoded.rows(chosen)
     data.save_to_disk(str(folder))
-    facts = {f"{prefix}sequences": len(data)}
+    facts = {f"{prefix}sequences": len(data), f"{prefix}fingerprint": _fingerprint(load(folder, packing))}
     if packing:
         facts[f"{prefix}fill"] = sum(encoded.lengths[place] for place in chosen) / (len(data) * length)
     return facts
+
+
+def _fingerprint(data: "datasets.Dataset") -> str:
+    """A hash of all rows in their order, so that a resumed run knows its data wherever it was read from."""
+    whole = hashlib.sha256()
+    for batch in data.with_format("arrow").iter(1000):
+        for name in sorted(batch.column_names):
+            for value in (batch[name].combine_chunks().value_lengths(), batch[name].combine_chunks().flatten()):
+                whole.update(value.to_numpy(zero_copy_only=False).tobytes())
+    return whole.hexdigest()[:16]
 
 
 def load(folder: Path, packing: bool) -> "datasets.Dataset":

@@ -1,11 +1,11 @@
 """A run that passed all checks: what the recipe builds from, and what the run is held to."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipway import arguments, ops
+from slipway import arguments, manifest, memory, ops, record, resume
 from slipway.arguments import Asked
 from slipway.topology import World
 
@@ -35,6 +35,7 @@ class Plan:
     data_lines: list[str]
     output: Path
     notices: list[str]
+    start: resume.Start = field(default_factory=resume.Start)
 
     @property
     def card(self) -> str:
@@ -93,6 +94,9 @@ class Plan:
         set_by_us = {
             "dataset_kwargs": {"skip_prepare_dataset": True},
             "eval_on_start": len(self.data.held_out) > 0,
+            "save_total_limit": None,  # the Trainer removes before it is known that the new one is whole: see keeping
+            "resume_from_checkpoint": None,  # start says
+            "logging_nan_inf_filter": False,  # which would log a mean in the place of a NaN: see finite
             "disable_tqdm": True,
             "use_cache": True,  # what is saved with the model; TRL turns it off for each training forward
             "include_num_input_tokens_seen": "all",
@@ -109,6 +113,31 @@ class Plan:
             asked.set(key, value, "slipway")
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(self.output / "tensorboard"))
         return asked
+
+    def limits(self) -> dict[str, Any]:
+        """What the launcher watches the ranks by: slipway.watch.Limits, without the restarts."""
+        return {
+            "stop_s": self.asked.get("stop_seconds"),
+            "silence_s": self.asked.get("heartbeat_seconds"),
+            "sigusr1": self.asked.get("stop_on_sigusr1"),
+        }
+
+    def last_good(self) -> int | None:
+        """The step of the newest complete checkpoint in OUTPUT, judged by sizes; None if there is none."""
+        run_id = (record.read(self.output) or {}).get("run_id")
+        found, _ = manifest.newest(self.output, run_id, checksums=False)
+        return found.step if found else None
+
+    def checkpoint_bytes(self) -> int:
+        """What one checkpoint takes on disk: as the last one did, else by estimate."""
+        if self.start.checkpoint:
+            return self.start.checkpoint.bytes
+        return memory.Size.of(self.parameters, self.precision, bool(self.asked.get("use_peft"))).checkpoint
+
+    def as_saved(self) -> dict[str, Any]:
+        """What a checkpoint's manifest tells of the run, besides its id."""
+        facts = {"world_size": self.world.size, "zero_stage": self.ds_facts["zero_stage"]}
+        return facts | {"asked": resume.identity(self)}
 
     def as_asked(self) -> dict[str, Any]:
         """The "asked" part of run.json."""

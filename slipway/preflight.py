@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, output, topology
+from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, output, resume, topology
 from slipway.arguments import Asked, print_help
 from slipway.errors import InputError
 from slipway.plan import Plan
@@ -60,7 +60,7 @@ def check(argv: list[str], world: World) -> Plan:
     resolved, origins = (
         ds_config.resolve(config, values, world.size, model.config.hidden_size, precision) if config else (None, {})
     )
-    return Plan(
+    plan = Plan(
         asked=asked,
         world=world,
         ds_config=config,
@@ -78,6 +78,9 @@ def check(argv: list[str], world: World) -> Plan:
         output=folder,
         notices=notices,
     )
+    if os.environ.get("RANK", "0") == "0":
+        resume.find(plan)  # refused here, if it is: rank 0 looks again with checksums when the ranks have met
+    return plan
 
 
 def _set_precision(asked: Asked, precision: str) -> None:
@@ -113,13 +116,10 @@ def _demonstrate(asked: Asked, world: World) -> list[str]:
 
 def check_output(asked: Asked) -> Path:
     """The folder of the run; InputError if it cannot be written or holds something that would be overwritten."""
-    folder = output.choose(asked.get("output_dir"), asked.recipe)
+    folder = output.choose(resume.output_of(asked) or asked.get("output_dir"), asked.recipe)
     asked.set("output_dir", str(folder), asked.origin("output_dir"))
-    if asked.get("resume_from_checkpoint"):
-        memory.check_writable(folder)
-    else:
-        resume = " or --resume_from_checkpoint true" if any(folder.glob("checkpoint-*")) else ""
-        output.check(folder, bool(asked.get("overwrite")), f", ARGS='--overwrite true' to start over{resume}")
+    goes_on = bool(asked.get("overwrite")) or resume.can_go_on(folder, asked)
+    output.check(folder, goes_on, f"; {resume.ways(folder)}")
     return folder
 
 
@@ -168,8 +168,7 @@ def _check_memory(
     asked: Asked, parameters: int, config: dict[str, Any] | None, precision: str, world: World, folder: Path
 ) -> None:
     facts = ds_config.facts_of(config)
-    trainable = parameters // 50 if asked.get("use_peft") else parameters  # an adapter is a few per cent at most
-    size = memory.Size(parameters, trainable, 4 if precision == "fp32" else 2)
+    size = memory.Size.of(parameters, precision, bool(asked.get("use_peft")))
     if os.environ.get("RANK", "0") == "0":
         kept = asked.get("save_total_limit") or 3
         memory.check_disk(folder, size, 0 if asked.get("save_strategy") == "no" else kept + 1)

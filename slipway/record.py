@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import time
+import uuid
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from slipway.errors import InputError
 
 FILE = "run.json"
+KEPT = ("run_id", "started", "history", "samples")  # of a resumed run's earlier record
 PACKAGES = (
     "torch",
     "accelerate",
@@ -25,18 +27,37 @@ PACKAGES = (
 
 
 class Record:
-    """The record of one run, kept by rank 0 in OUTPUT/run.json and rewritten whole at each change."""
+    """The record of one run, kept by rank 0 in OUTPUT/run.json and rewritten whole at each change.
 
-    def __init__(self, folder: Path, asked: dict[str, Any]):
+    `earlier`: the record that a resumed run goes on with. "history" tells each start, save and stop: event, time, step,
+    and what else is known.
+    """
+
+    def __init__(self, folder: Path, asked: dict[str, Any], earlier: dict[str, Any] | None = None):
         self.path = folder / FILE
         self.content: dict[str, Any] = {
             "status": "started",
+            "run_id": uuid.uuid4().hex,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "asked": asked,
             "got": {},
             "cost": {},
             "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "history": [],
         }
+        self.content |= {key: earlier[key] for key in KEPT if key in (earlier or {})}
+
+    def start(self, at: Any) -> None:
+        """A start goes into the history; before it, that the run had ended untold, where it had."""
+        history = self.content["history"]
+        if history and history[-1]["event"] != "stop":
+            self.event("stop", None, cause="not recorded: it was killed, or the machine went down")
+        self.event("start", at.step, **({"checkpoint": at.path, "passed_over": at.lines} if history else {}))
+
+    def event(self, event: str, step: int | None, **more: Any) -> None:
+        """Add a line to the run's history, and write the file."""
+        self.content["history"].append(_event(event, step, **more))
+        self.add()
 
     def add(self, **parts: Any) -> None:
         """Merge `parts` in (dicts one level deep) and write the file; on ranks other than 0 nothing is written."""
@@ -48,9 +69,34 @@ class Record:
         if os.environ.get("RANK", "0") != "0":
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.content, indent=1, default=str) + "\n", encoding="utf-8")
-        part.replace(self.path)
+        _write(self.path, self.content)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _event(event: str, step: int | None, **more: Any) -> dict[str, Any]:
+    return {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, **more}
+
+
+def last_stop(folder: Path) -> dict[str, Any] | None:
+    """The stop that the record of a run ends with; None where it ends with something else."""
+    last = ((read(folder) or {}).get("history") or [{}])[-1]
+    return last if last.get("event") == "stop" else None
+
+
+def note_stop(folder: Path, cause: str) -> None:
+    """For the launcher: write down why a run stopped, where its ranks had no time to."""
+    content = read(folder)
+    if content and content.get("history") and content["status"] != "finished" and not last_stop(folder):
+        history = [*content["history"], _event("stop", None, cause=cause)]
+        _write(folder / FILE, content | {"status": "stopped", "history": history})
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -89,6 +89,16 @@ def show_plan(plan: Any) -> None:
     console().print(table)
 
 
+def show_start(start: Any) -> None:
+    """Where a resumed run goes on, and which checkpoints were passed over. Nothing of a new run."""
+    for line in start.lines:
+        console().print(f"resume: {line}", highlight=False, soft_wrap=True)
+    if start.checkpoint:
+        console().print(f"resume: going on after step {start.step}, from {start.path}", highlight=False, soft_wrap=True)
+    elif start.earlier:
+        console().print("resume: no complete checkpoint; from the start", highlight=False)
+
+
 def show_result(content: dict[str, Any], samples: list[dict[str, str]]) -> None:
     """What came of it: losses, sample answers before and after, cost, and where everything was written."""
     out, got, cost = console(), content["got"], content["cost"]

@@ -1,6 +1,7 @@
 """The machine a run is launched on: its GPUs, how many ranks, and what CPU ranks need to run the real engine."""
 
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -144,6 +145,17 @@ def join(world: World, deepspeed: bool, timeout_s: int) -> None:
             PartialState(backend="gloo", timeout=timedelta(seconds=timeout_s))
         elif world.size > 1:
             PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+@functools.cache
+def cpu_group() -> "torch.distributed.ProcessGroup | None":  # noqa: F821  torch is imported where it is needed
+    """The group for what ranks tell each other about files and signals: gloo, also where gradients go by NCCL.
+
+    Collective at its first call.
+    """
+    import torch
+
+    return torch.distributed.new_group(backend="gloo") if torch.distributed.get_backend() != "gloo" else None
 
 
 def _leave_stdout_to_python() -> None:

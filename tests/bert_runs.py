@@ -4,7 +4,8 @@ python tests/bert_runs.py JOBS.json
 
 A job: {"argv": [...], "ranks": 1, "kill": null, "change": null}. kill: [event, n], SIGKILL to the whole run at the n-th
 event of "step" (an optimizer step was made, nothing of it saved yet), "next" (the loop goes on to the next one) or
-"disk" (a file of a checkpoint was written). change: [text, other], what train.py is run with instead, to see a test fail.
+"disk" (a file of a checkpoint was written). change: [text, other], what train.py is run with instead, to see a test
+fail.
 Prints a list of the ranks' exit statuses, a list for each job; output goes to JOBS.json.N.RANK.
 """
 

@@ -4,7 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
+
+from slipway import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 FINETUNE = ROOT / "recipes" / "llama" / "finetune.py"
@@ -48,6 +54,63 @@ def run_python(script: Path, *arguments: object, **kwargs) -> subprocess.Complet
     return run(sys.executable, script, *arguments, **kwargs)
 
 
+class Running:
+    """scripts/launch.py on a shipped recipe, started and not waited for; its output goes to files in `folder`."""
+
+    def __init__(self, folder: Path, *arguments: object, recipe: str, restarts: int = 0, **env: str):
+        self.folder = folder
+        config = FINETUNE.parent / f"{recipe}.yaml"
+        words = [sys.executable, ROOT / "scripts/launch.py", "--restarts", restarts, FINETUNE, "--config", config]
+        folder.mkdir(exist_ok=True)
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            self.process = subprocess.Popen(
+                [str(word) for word in [*words, *arguments]],
+                stdout=out,
+                stderr=err,
+                env=os.environ | env,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.family(), psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            process.kill()
+        self.process.wait()
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def until(self, what: Callable[[], object], timeout: float = 200) -> None:
+        """Waits for `what()`; fails if the run ends before, or at the timeout."""
+        deadline = time.monotonic() + timeout
+        while not what():
+            assert self.process.poll() is None, f"ended: {self.out[-2000:]}\n{self.err[-3000:]}"
+            assert time.monotonic() < deadline, f"waited {timeout} s: {self.out[-2000:]}\n{self.err[-3000:]}"
+            time.sleep(0.005)
+
+    def family(self) -> list[psutil.Process]:
+        """All processes below the launcher."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks' processes, rank 0 first."""
+        return [child for child in psutil.Process(self.process.pid).children() if str(FINETUNE) in child.cmdline()]
+
+    def code(self, family: list[psutil.Process], timeout: float = 100) -> int:
+        """The exit code; none of `family` may be left running."""
+        code = self.process.wait(timeout)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, alive
+        return code
+
+
 def torchrun(script: Path, *arguments: object, nproc: int = 2, **kwargs) -> subprocess.CompletedProcess:
     """torchrun itself, without our launcher."""
     return run(
@@ -74,3 +137,17 @@ SMALL = [
     "--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 1, "--max_rows", 400,
     "--held_out_rows", 8, "--samples", 1, "--sample_tokens", 8, "--logging_steps", 1, "--save_strategy", "no",
 ]  # fmt: skip
+
+# The same, saved now and then; epochs of an odd number of sequences, so that a resume falls in a shuffled one's middle.
+STEPS = 48
+SAVING = [*SMALL, "--max_rows", 150, "--max_steps", STEPS, "--save_strategy", "steps", "--save_steps", 16]
+
+
+def newest(folder):
+    """The newest complete checkpoint, if there is one; asserts that every rank's part is in it."""
+    found, _ = manifest.newest(folder)
+    if found:
+        optimizer = [f"global_step{found.step}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+        missing = {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", *optimizer} - set(found.files)
+        assert not missing, missing
+    return found

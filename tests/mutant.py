@@ -2,11 +2,14 @@
 
 import os
 import runpy
+import signal
 import sys
+from pathlib import Path
 
 import trl
 from harness import FINETUNE
 
+from slipway import manifest, record
 from slipway.plan import Plan
 
 asked_for = Plan.for_trainer
@@ -33,6 +36,20 @@ def saved_without_gathering(trainer):
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(trainer.args.output_dir)
 
 
+save_optimizer = trl.SFTTrainer._save_optimizer_and_scheduler
+
+
+def manifest_first(trainer, folder):
+    """Seals what there is before the optimizer is saved, and dies there: what an order of steps must not allow."""
+    if trainer.is_world_process_zero():
+        output = Path(folder).parent
+        names = manifest.listing(Path(folder))
+        run_id = record.read(output)["run_id"]
+        manifest.seal(Path(folder), {"run_id": run_id, "asked": {}}, manifest.digest(Path(folder), names))
+        os.kill(os.getpid(), signal.SIGKILL)
+    save_optimizer(trainer, folder)
+
+
 match os.environ["MUTANT"]:
     case "ds_config dropped":
         Plan.for_trainer = dropped
@@ -44,6 +61,8 @@ match os.environ["MUTANT"]:
         trl.SFTTrainer.save_model = saved_without_gathering
     case "no room to gather":
         Plan.room_to_gather = lambda _: False
+    case "manifest first":
+        trl.SFTTrainer._save_optimizer_and_scheduler = manifest_first
     case "nothing":
         pass
     case other:

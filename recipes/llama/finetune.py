@@ -6,12 +6,12 @@
         --model_name_or_path meta-llama/Llama-2-7b-hf --dataset_name my.jsonl --output_dir ./output
 """
 
-import math
 import sys
 import time
 
-from slipway import report
+from slipway import attached, report
 
+attached.attach()
 report.quiet()
 
 from transformers import PrinterCallback  # noqa: E402
@@ -19,7 +19,21 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from trl import SFTTrainer, get_peft_config, get_quantization_config  # noqa: E402
 from trl.models.utils import unwrap_model_for_generation  # noqa: E402
 
-from slipway import arguments, attention, callbacks, cost, lm_head, models, preflight, record, topology  # noqa: E402
+from slipway import (  # noqa: E402
+    arguments,
+    attention,
+    callbacks,
+    cost,
+    finite,
+    keeping,
+    lm_head,
+    models,
+    preflight,
+    record,
+    resume,
+    stopping,
+    topology,
+)
 from slipway.errors import refused_by_a_library, stop_on_bad_input  # noqa: E402
 from slipway.plan import Plan  # noqa: E402
 
@@ -35,8 +49,11 @@ def main(argv: list[str]) -> None:
     topology.join(world, deepspeed=plan.ds_config is not None, timeout_s=plan.asked.get("ddp_timeout"))
     with refused_by_a_library():
         recipe_args, args, model_args = arguments.build(plan.for_trainer())
-    run = record.Record(plan.output, plan.as_asked())
-    run.add()  # a run that ends badly leaves what was asked of it
+    plan.start = resume.agree(plan)
+    args.eval_on_start &= not plan.start.step  # the first start has measured that
+    run = record.Record(plan.output, plan.as_asked(), plan.start.earlier)
+    run.start(plan.start)  # a run that ends badly leaves what was asked of it
+    report.show_start(plan.start)
 
     attention.register(plan.attention.name)
     lm_head.score_fast_on_cpu()
@@ -50,15 +67,22 @@ def main(argv: list[str]) -> None:
         trust_remote_code=args.trust_remote_code,
         zero3=plan.ds_facts["zero_stage"] == 3,
     )
-    samples = [{"prompt": models.prompt_text(p), "reference": p["reference"]} for p in plan.prompts]
+    samples = run.content.get("samples") or [
+        {"prompt": models.prompt_text(p), "reference": p["reference"]} for p in plan.prompts
+    ]
 
     def answer(when: str) -> None:
         if samples:
             for sample, text in zip(samples, answers(trainer, plan, recipe_args.sample_tokens), strict=True):
                 sample[when] = text
+            run.add(samples=samples)
 
     compare = callbacks.Compare(plan.must_get(), run, before_training=lambda: answer("before"))
     watch = callbacks.Watch()
+    stop = stopping.Stop(saves=args.save_strategy != "no", sigusr1=recipe_args.stop_on_sigusr1)
+    limit, stop_on_full = plan.asked.get("save_total_limit"), recipe_args.on_full_disk == "stop"
+    keep = keeping.Keep(run, plan.as_saved(), limit, plan.checkpoint_bytes(), stop_on_full)
+    numbers = finite.Finite(run)
     with refused_by_a_library():
         trainer = SFTTrainer(
             model=model,
@@ -67,29 +91,27 @@ def main(argv: list[str]) -> None:
             eval_dataset=plan.data.held_out if len(plan.data.held_out) else None,
             processing_class=plan.tokenizer,
             peft_config=get_peft_config(model_args),
-            callbacks=[compare, watch],
+            callbacks=[watch, compare, numbers, stop, keep],
         )
     trainer.remove_callback(PrinterCallback)
     compare.trainer = trainer
+    numbers.watch(trainer)
 
     try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=plan.start.path)
+    except callbacks.AllStepsDone:
+        pass  # what comes after the steps is still to be done
     finally:
         watch.close()
+    stop.leave_if_agreed(run, trainer.state.global_step)
     if len(plan.data.held_out):
         trainer.evaluate()
-        first, last = watch.evaluations[0]["loss"], watch.evaluations[-1]["loss"]
-        run.add(
-            held_out={
-                name: {"loss": loss, "perplexity": math.exp(min(loss, 700))}
-                for name, loss in (("before", first), ("after", last))
-            }
-        )
+        run.add(held_out=watch.held_out())
     answer("after")
 
     trainer.save_model()
     run.add(proof=record.proof(trainer, plan.data.train[0]["input_ids"][:32]))
-    run.add(cost=cost.of_run(plan, trainer, watch, began), losses=watch.losses, samples=samples)
+    run.add(cost=cost.of_run(plan, trainer, watch, began), losses=watch.losses)
     if trainer.is_world_process_zero():
         models.check_saved(plan.output, trainer.accelerator.unwrap_model(trainer.model).config)
         if recipe_args.merge:
@@ -103,6 +125,7 @@ def main(argv: list[str]) -> None:
         )
         report.write_card(plan.output / "README.md", run.content)
     run.add(status="finished", output=str(plan.output))
+    run.event("finished", trainer.state.global_step)
     report.show_result(run.content, samples)
     trainer.end()
 
