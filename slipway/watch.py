@@ -6,6 +6,7 @@ A first signal is handed to the ranks, which save (slipway.stopping); a second o
 When a rank fails, the others are ended at once: they would only wait for it, and their errors would hide its own.
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -148,6 +149,7 @@ def run(command: list[str], output: Path, limits: Limits, last_good: Callable[[]
 
     last_good: tells the step of the newest complete checkpoint in `output`, once the ranks have ended.
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _explain says it, once
     with tempfile.TemporaryDirectory(prefix="slipway-") as folder:
         os.environ[attached.BEATS] = str(Path(folder) / "beats")
         agent = _agent(command, limits, Path(os.environ[attached.BEATS]))
