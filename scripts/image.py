@@ -151,20 +151,36 @@ def print_size(docker: str) -> int:
 def shell(docker: str) -> int:
     """A shell in the image as the caller, with this folder mounted; with the GPUs where the engine can give them."""
     here = ["--volume", f"{Path.cwd()}:/work", "--workdir", "/work", "--user", f"{os.getuid()}:{os.getgid()}"]
-    gpus = ["--gpus", "all"] if "nvidia" in image_engine.answer(docker).stdout else []
-    command = [docker, "run", "--rm", "-it", "--shm-size", "16g", "--ulimit", "memlock=-1", *gpus, *here, TAG, "bash"]
+    # Locked memory is for InfiniBand and NVMe beside GPUs; an engine without the right to raise limits would refuse.
+    gpus = ["--gpus", "all", "--ulimit", "memlock=-1"] if "nvidia" in image_engine.answer(docker).stdout else []
+    command = [docker, "run", "--rm", "-it", "--shm-size", "16g", *gpus, *here, TAG, "bash"]
     os.execv(docker, command)
 
 
 def run_tests(docker: str, arguments: list[str]) -> int:
-    """The tests with the mark `image`, from outside; then, if they were not narrowed, the project's own inside it."""
-    outside = subprocess.call([sys.executable, "-m", "pytest", "-q", "-m", "image", *arguments], cwd=ROOT)
+    """The tests with the mark `image`, from outside; then, if they were not narrowed, the project's own inside it.
+
+    The last lines say what ran where, and how many passed.
+    """
+    code, outside = pytest([sys.executable, "-m", "pytest", "-q", "-m", "image", *arguments])
     if arguments:
-        return outside
-    inside = ["--network", "none", "--shm-size", "2g", "--user", "12345:0", "--env", "SLIPWAY_CACHE=/tmp/cache"]
+        return code
+    flags = ["--network", "none", "--shm-size", "2g", "--user", "12345:0", "--env", "SLIPWAY_CACHE=/tmp/cache"]
     tests = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *INSIDE]
     print(f"inside the image: {' '.join(tests)}", flush=True)
-    return max(outside, subprocess.call([docker, "run", "--rm", "--init", *inside, TAG, *tests]))
+    worst, inside = pytest([docker, "run", "--rm", *flags, TAG, *tests])
+    print(f"outside the image, -m image: {outside}\ninside the image, {' '.join(INSIDE)}: {inside}", flush=True)
+    return max(code, worst)
+
+
+def pytest(command: list[str]) -> tuple[int, str]:
+    """(exit code, closing line) of a run of pytest, whose output goes on as it comes."""
+    last = "it said nothing"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    return process.returncode, last
 
 
 if __name__ == "__main__":
