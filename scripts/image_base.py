@@ -33,6 +33,9 @@ def standin(docker: str) -> str:
 
 
 def load(docker: str, root: Path) -> None:
-    shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)  # 60 MB of packages that are unpacked already
+    # 60 MB of packages that are unpacked already, and as much of lists: the public image has neither.
+    for folder in ("var/cache/apt/archives", "var/lib/apt/lists"):
+        shutil.rmtree(root / folder)
+        (root / folder).mkdir()
     with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
         subprocess.run([docker, "import", "-", NAME], stdin=tar.stdout, check=True, stdout=subprocess.DEVNULL)
