@@ -1,5 +1,5 @@
 # A child image, as a platform team writes it: FROM slipway, a Debian package, a Python package, a recipe of its own.
-# docs/base-image.md says what a child can rely on; `make image-test` builds this one and tests that.
+# docs/base-image.md says what a child can rely on; CI builds this one and tests that (`make image-test`).
 ARG SLIPWAY=slipway
 # hadolint ignore=DL3006
 FROM ${SLIPWAY}
