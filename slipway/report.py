@@ -14,6 +14,8 @@ WIDTH = 100
 
 def quiet() -> None:
     """Hold back the libraries' notes to developers, which would hide what the run says. Errors still come through."""
+    # Importing torch's inductor would start processes that compile, in each rank, whether or not anything is compiled.
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -118,8 +118,6 @@ def prepare_environment(world: World) -> None:
     """Set what ranks on a CPU need (inherited by the ranks if called in the launcher). Must come before imports of
     accelerate and deepspeed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_size)))
-    # Importing torch's inductor would start processes that compile, in each rank, whether or not anything is compiled.
-    os.environ.setdefault("TORCH_WARM_POOL", "0")
     if not world.on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would guess, and warn
         # Its own launcher says this; without it each bucket of gradients starts `numactl` to count the sockets.

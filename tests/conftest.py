@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # No test may depend on a hub, nor wait for one.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As report.quiet() has it: torch would start compiling processes in each process that a test starts.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 # Prepared models and data are kept between test runs, apart from the user's own.
 os.environ.setdefault("SLIPWAY_CACHE", str(ROOT / "build" / "test-cache"))
 # `make test` hands its own variables down; a `make` that a test starts must not see them.
