@@ -58,11 +58,13 @@ def wanted(asked: Asked) -> str | None:
         raise InputError(
             f"{asked.origin('resume')} and {asked.origin('resume_from_checkpoint')} are both given", "keep one"
         )
+    as_word = {"true": AUTO, "false": None, "none": None}
+    path = ours or as_word.get(str(trainers).lower(), trainers)
+    if path and asked.get("overwrite"):
+        raise InputError(f"{asked.origin('overwrite')}: a run is gone on with or overwritten", "leave one out")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         return AUTO  # the agent starts the same command again
-    if not ours and str(trainers).lower() in ("true", "false", "none"):
-        return AUTO if str(trainers).lower() == "true" else None
-    return ours or trainers
+    return path
 
 
 def output_of(asked: Asked) -> str | None:
@@ -151,7 +153,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def find(plan: "Plan", checksums: bool = False) -> Start:
     """Where the planned run starts; InputError if it is to go on with a run that differs from it."""
     path = wanted(plan.asked)
-    if not path:
+    if not path or (plan.asked.get("overwrite") and not _begun(plan.output)):
         return Start()
     earlier = record.read(plan.output)
     found, lines = manifest.newest(plan.output, (earlier or {}).get("run_id"), checksums)
@@ -165,6 +167,12 @@ def find(plan: "Plan", checksums: bool = False) -> Start:
     # The record that was saved with the weights, with a history that may have gone on since.
     saved = record.read(found.path) or {}
     return Start(found, saved | {"history": (earlier or saved).get("history", [])}, lines)
+
+
+def _begun(output: Path) -> bool:
+    """Whether OUTPUT's record is of the run that this launcher started, and not of the one that is overwritten."""
+    file = output / record.FILE
+    return file.exists() and file.stat().st_mtime >= topology.launched_at(began=0)
 
 
 def _asked_for(path: str, newest: manifest.Checkpoint | None, checksums: bool) -> manifest.Checkpoint:
