@@ -9,10 +9,11 @@
 import sys
 import time
 
-from slipway import attached, report
+from slipway import attached, imports, report
 
 attached.attach()
 report.quiet()
+imports.bitsandbytes()
 
 from transformers import PrinterCallback  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
