@@ -11,25 +11,29 @@ slower ranks. All-reduce alone would count what costs nothing; it is kept beside
 One process has no DDP, as under Accelerate. On a GPU the device is waited for at the end of each part.
 """
 
-import contextlib
-import importlib.util
-import json
-import os
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from slipway import attached
 
-import torch
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+attached.attach()
 
-from slipway import topology
-from slipway.errors import InputError, stop_on_bad_input
-from slipway.verify_rank import join
+import contextlib  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from torch import distributed  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
+
+from slipway import topology  # noqa: E402
+from slipway.errors import InputError, stop_on_bad_input  # noqa: E402
+from slipway.verify_rank import join  # noqa: E402
 
 WARM_UP = 3  # rounds that are not counted: DDP makes its buckets anew, allocators and caches fill
 VOCABULARY = 30522  # BERT's
