@@ -1,6 +1,7 @@
 """What all tests share: which marks run on this machine, and an environment apart from hub and caller."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 # Prepared models and data are kept between test runs, apart from the user's own.
 os.environ.setdefault("SLIPWAY_CACHE", str(ROOT / "build" / "test-cache"))
+# Else each process that a test starts would compile this project anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A shell's background jobs ignore Ctrl-C, and what they start does too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make test` hands its own variables down; a `make` that a test starts must not see them.
 for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"):
     os.environ.pop(name, None)
