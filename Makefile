@@ -45,9 +45,9 @@ finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= 
 recipes/llama/%.yaml:
 	$(if $(wildcard $@),,$(error No recipe $*. Recipes: $(recipes)))
 
-train-bert: venv  ## train BERT to tell classes apart: MODEL= DATA= OUTPUT= NPROC= ARGS='--flag value'; none: a dummy job
-	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) recipes/bert/train.py \
-	$(call flag,--model,MODEL) $(call flag,--data,DATA) $(call flag,--output_dir,OUTPUT) $(ARGS)
+train-bert: venv  ## train BERT to tell classes apart: MODEL= DATA= OUTPUT= NPROC= RESUME= RESTARTS= ARGS='--flag value'; none: a dummy job
+	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) $(call flag,--restarts,RESTARTS) recipes/bert/train.py \
+	$(call flag,--model,MODEL) $(call flag,--data,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--resume,RESUME) $(ARGS)
 
 generate: venv  ## answer with a model: MODEL=OUTPUT PROMPT='...' ARGS=
 	@exec $(PYTHON) scripts/generate.py $(call flag,--model,MODEL) $(call flag,--prompt,PROMPT) $(ARGS)

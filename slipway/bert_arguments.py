@@ -44,7 +44,7 @@ class BertArguments:
     dropout: float | None = _field(None, "of the encoder and its head; the model's own if left out")
     patience: int = _field(0, "stop after so many epochs without a lower held-out loss; 0: never")
     mixed_precision: str | None = _field(None, "no, fp16 or bf16; what accelerate launch says, else no")
-    torch_compile: bool = _field(False, "compile the model")
+    torch_compile_backend: str | None = _field(None, "compile the model by this: inductor, or another that torch knows")
     seed: int = _field(42, "of the head's weights, the order of rows and dropout")
     dataloader_num_workers: int = _field(0, "processes that prepare batches, for each rank")
     logging_steps: int = _field(10, "print and record the loss every so many steps")

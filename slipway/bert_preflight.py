@@ -2,14 +2,27 @@
 
 import importlib.util
 import os
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slipway import bert_arguments, checkpoints, dummy, encoders, labelled, memory, models, output, record, topology
+from slipway import (
+    bert_arguments,
+    checkpoints,
+    dummy,
+    encoders,
+    labelled,
+    manifest,
+    memory,
+    models,
+    output,
+    record,
+    topology,
+)
 from slipway.bert_arguments import BertArguments, print_help
-from slipway.errors import InputError
+from slipway.errors import InputError, nearest
 from slipway.topology import World
 from slipway.windows import Windows
 
@@ -35,12 +48,13 @@ _FREE = {
 class BertPlan:
     """A run that passed all checks."""
 
+    began: float  # time.time() of its first check
     args: BertArguments
     world: World
     output: Path
     model: models.Model | None  # None: the dummy job
     data: labelled.Labelled | None
-    resume: checkpoints.Checkpoint | None = None
+    resume: manifest.Checkpoint | None = None
     notices: list[str] = field(default_factory=list)
     # Rows a rank takes at once and how often before an optimizer step: halved and doubled where memory is short.
     batch: int = 0
@@ -51,12 +65,12 @@ class BertPlan:
 
     def limits(self) -> dict[str, Any]:
         """What the launcher watches the ranks by (slipway.watch.Limits): a signal ends them where they are."""
-        return {"stop_s": 30, "silence_s": 0, "sigusr1": False}
+        return {"stop_s": 30, "silence_s": 120, "sigusr1": False}
 
     def last_good(self) -> int | None:
         """The step of the newest complete checkpoint in OUTPUT; None if there is none."""
-        complete, _ = checkpoints.find(self.output)
-        return complete[-1].step if complete else None
+        found, _ = manifest.newest(self.output, checksums=False)
+        return found.step if found else None
 
     def before_ranks(self) -> None:
         """Nothing is to be done once for all ranks: models and data are in the cache by now."""
@@ -153,7 +167,7 @@ class BertPlan:
             "world_size": self.world.size,
             "device": self.world.accelerator,
             "dtype": {"no": "fp32"}.get(self.args.mixed_precision, self.args.mixed_precision),
-            "compiled": self.args.torch_compile,
+            "compiled": self.args.torch_compile_backend is not None,
             "global_batch": self.windows(0).global_batch,
             "trained": "all but the table of words" if self.model is None else "all",
         }
@@ -187,15 +201,17 @@ class BertPlan:
             "must_get": self.must_get(),
             "arguments": bert_arguments.as_dict(self.args),
             "seeds": {"seed": self.args.seed},
-            "resumed_from": str(self.resume.folder) if self.resume else None,
+            "resumed_from": str(self.resume.path) if self.resume else None,
         }
 
 
 def check(argv: list[str], world: World) -> BertPlan:
     """Check the arguments for `world`. Raises InputError at the first thing that will not do."""
+    began = time.time()
     args = bert_arguments.read(argv)
     topology.precision(world, args.mixed_precision == "bf16", args.mixed_precision == "fp16", "--mixed_precision")
     _check_tracker(args.report_to)
+    _check_compiler(args.torch_compile_backend)
     folder, resume, notices = _check_output(args)
     notices += _demonstrate(args, bert_arguments.typed(argv), world)
     if args.data and not args.model:
@@ -214,7 +230,7 @@ def check(argv: list[str], world: World) -> BertPlan:
             eval_source=args.eval_data,
             max_rows=args.max_rows,
         )
-    plan = BertPlan(args, world, folder, model, data, resume, notices)
+    plan = BertPlan(began, args, world, folder, model, data, resume, notices)
     if resume:
         checkpoints.must_agree(resume, plan.decides())
     if os.environ.get("RANK", "0") == "0":
@@ -252,17 +268,30 @@ def _check_tracker(name: str) -> None:
         )
 
 
-def _check_output(args: BertArguments) -> tuple[Path, checkpoints.Checkpoint | None, list[str]]:
+def _check_compiler(backend: str | None) -> None:
+    import torch._dynamo
+
+    known = torch._dynamo.list_backends(exclude_tags=()) if backend else []
+    if backend and backend not in known:
+        raise InputError(
+            f"--torch_compile_backend {backend}: torch knows no such{nearest(backend, known)}",
+            f"one of {', '.join(known)}",
+        )
+
+
+def _check_output(args: BertArguments) -> tuple[Path, manifest.Checkpoint | None, list[str]]:
     """The run's folder, the checkpoint to go on from if there is one, and what is to be said about it."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        args.resume = "auto"  # the launcher starts the same command again
     if not args.resume:
         folder = output.choose(args.output_dir, RECIPE)
-        ways = " or ARGS='--resume auto'" if any(folder.glob("checkpoint-*")) else ""
+        ways = ", or RESUME=auto (--resume auto)" if any(folder.glob("checkpoint-*")) else ""
         output.check(folder, goes_on=False, ways=ways)
         return folder, None, []
     asked = Path(args.output_dir or Path("outputs") / RECIPE).expanduser().absolute()
     found, notices = checkpoints.choose(args.resume, asked)
-    folder = found.folder.parent if found and not args.output_dir else asked
-    own = found is None or found.folder.parent == folder
+    folder = found.path.parent if found and not args.output_dir else asked
+    own = found is None or found.path.parent == folder
     output.check(folder, goes_on=own, ways="")
     if own and (record.read(folder) or {}).get("status") == "finished":
         raise InputError(f"the run in {folder} is finished: nothing is left to resume", "name another OUTPUT")

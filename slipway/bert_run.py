@@ -68,8 +68,10 @@ def rehearse(accelerator: Any, model: Any, plan: BertPlan) -> None:
     failed = 0
     try:
         batch = {key: value.to(accelerator.device) for key, value in plan.collate(rows).items()}
-        # Two moments of Adam, and the buckets that DDP gathers gradients in.
-        held = [torch.empty_like(one) for one in model.parameters() for _ in range(3)]
+        # The next batch, which is fetched ahead; two moments of Adam; the buckets that DDP gathers gradients in, once
+        # more for what an allocator loses between blocks.
+        held = [torch.zeros_like(one) for one in batch.values()]
+        held += [torch.zeros_like(one) for one in model.parameters() for _ in range(4)]
         with accelerator.autocast():
             model(**batch).loss.backward()
         del held
@@ -98,7 +100,7 @@ class Clock:
         self.first_step_at = self.first_step_at or time.time()
 
 
-def cost(accelerator: Any, plan: BertPlan, clock: Clock, began: float) -> dict[str, Any]:
+def cost(accelerator: Any, plan: BertPlan, clock: Clock) -> dict[str, Any]:
     """The "cost" part of run.json. Collective: each rank tells its peak memory."""
     seconds, first = clock.seconds, clock.first_step_at
     on_gpu = plan.world.on_gpu
@@ -107,8 +109,8 @@ def cost(accelerator: Any, plan: BertPlan, clock: Clock, began: float) -> dict[s
     rows = plan.windows(0).global_batch * len(seconds)
     return {
         "train_s": round(sum(seconds), 2),
-        "total_s": round(time.time() - began, 2),
-        "launch_to_first_step_s": round(first - topology.launched_at(began), 2) if first else None,
+        "total_s": round(time.time() - plan.began, 2),
+        "launch_to_first_step_s": round(first - topology.launched_at(plan.began), 2) if first else None,
         "step_s": [round(one, 4) for one in seconds],
         "rows_per_s": round(rows / sum(seconds), 1) if seconds else None,
         "peak_gib_per_rank": [round(one / memory.GIB, 3) for one in peaks],
@@ -139,12 +141,12 @@ def show_start(plan: BertPlan, facts: dict[str, Any]) -> None:
     )
 
 
-def finish(accelerator: Any, plan: BertPlan, run: Record, progress: Progress, clock: Clock, began: float) -> None:
+def finish(accelerator: Any, plan: BertPlan, run: Record, progress: Progress, clock: Clock) -> None:
     """Rank 0 writes what is left to write beside the saved weights, and prints how well the held-out rows are told.
 
     Collective.
     """
-    spent = cost(accelerator, plan, clock, began)
+    spent = cost(accelerator, plan, clock)
     if not accelerator.is_main_process:
         return
     if plan.model:

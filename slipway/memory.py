@@ -6,6 +6,7 @@ for Adam in mixed precision (an fp32 copy of the weights and two moments), 8 in 
 
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,5 +130,11 @@ def check_writable(folder: Path, what: str = "OUTPUT") -> None:
         parent = parent.parent
     if not parent.is_dir():
         raise InputError(f"{what} {folder}: {parent} is a file", "name a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"{what} {folder}: {parent} cannot be written by user {os.getuid()}", "name another folder")
+    try:
+        with tempfile.TemporaryFile(dir=parent):  # rights alone do not tell: root has them on a read-only disk too
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{what} {folder}: {parent} cannot be written by user {os.getuid()} ({error.strerror})",
+            "name another folder",
+        ) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import yaml
 
 from slipway.errors import InputError
 
@@ -78,9 +79,10 @@ def forget_outer_ranks() -> None:
         )
 
 
-def current() -> World:
+def current(deepspeed: bool = True) -> World:
     """The world this rank was started in, by torchrun, accelerate launch, or plain python (then one rank).
 
+    deepspeed: one rank has to look like a group of one, as DeepSpeed wants it.
     Raises InputError if plain python was used on a machine with several GPUs, or if the launcher that was asked for
     another number of ranks started this one.
     """
@@ -89,12 +91,12 @@ def current() -> World:
         if gpus > 1:
             raise InputError(
                 f"started without a launcher: one process on a machine with {gpus} GPUs",
-                f"`make finetune-llama`, or `torchrun --nproc_per_node {gpus} {sys.argv[0]} ...`",
+                f"start it by make, or `torchrun --nproc_per_node {gpus} {sys.argv[0]} ...`",
             )
-        # DeepSpeed looks for these and would otherwise ask for MPI.
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
-    size = int(os.environ["WORLD_SIZE"])
+        if deepspeed:  # it looks for these, and would otherwise ask for MPI
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "0")
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     _compare_with_launcher(size)
     return World(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), "cuda" if gpus else "cpu", gpus)
 
@@ -103,15 +105,30 @@ def _compare_with_launcher(size: int) -> None:
     """`accelerate launch --cpu --num_processes 2` starts one process and says nothing; so look what was asked."""
     asked, by = os.environ.get("SLIPWAY_WORLD_SIZE"), "scripts/launch.py"
     if not asked and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every way of `accelerate launch`
-        words = psutil.Process().parent().cmdline()
-        asked = next((b for a, b in itertools.pairwise(words) if a in ("--num_processes", "--num-processes")), None)
-        by = "accelerate launch --num_processes"
+        asked, by = _asked_of_accelerate(psutil.Process().parent().cmdline())
     if asked and int(asked) != size:
         raise InputError(
             f"{asked} ranks were asked for ({by}), {size} started",
-            f"`make finetune-llama NPROC={asked}`, or torchrun --nproc_per_node {asked}: "
-            "accelerate's launcher starts one process only on a CPU",
+            f"start it by make with NPROC={asked}, by torchrun --nproc_per_node {asked}, or by accelerate launch "
+            f"--multi_gpu --num_processes {asked} (on a CPU too): it starts one process else",
         )
+
+
+def _asked_of_accelerate(words: list[str]) -> tuple[str | None, str]:
+    """The number of processes on accelerate's command line, else in its config file, and where it stands; None where
+    accelerate counts the GPUs itself."""
+    flags = dict(itertools.pairwise(word for part in words for word in part.split("=", 1)))
+    for flag in ("--num_processes", "--num-processes"):
+        if flag in flags:
+            return flags[flag], "accelerate launch --num_processes"
+    from accelerate.commands.config.config_args import default_config_file
+
+    given = flags.get("--config_file") or flags.get("--config-file")
+    file = Path(given or default_config_file)
+    if not file.is_file() or (not given and "--cpu" in words):  # accelerate too then leaves its default file alone
+        return None, ""
+    asked = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("num_processes")
+    return (str(asked) if asked else None), f"num_processes in {file}"
 
 
 def prepare_environment(world: World) -> None:
@@ -202,6 +219,8 @@ def launched_at(began: float) -> float:
 
 
 def _count_gpus() -> int:
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):  # accelerate launch --cpu
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -3,26 +3,30 @@
 python tests/bert_runs.py JOBS.json
 
 A job: {"argv": [...], "ranks": 1, "kill": null, "change": null}. kill: [event, n], SIGKILL to the whole run at the n-th
-event of "step" (an optimizer step was made, nothing of it saved yet), "next" (the loop goes on to the next one) or
-"disk" (a file of a checkpoint was written). change: [text, other], what train.py is run with instead, to see a test
-fail.
+event of "step" (an optimizer step was made, nothing of it saved yet), "next" (the loop goes on to the next one), "file"
+(a file of a checkpoint is written) or "seal" (the files or the manifest of one have reached the disk).
+change: [[text, other], ...], put into train.py, to see a test fail.
+room: MiB that the last rank may take beside what it has at the start.
 Prints a list of the ranks' exit statuses, a list for each job; output goes to JOBS.json.N.RANK.
 """
 
+import gc
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 
 import accelerate.tracking  # noqa: F401  imported once, for all forks
+import psutil
 import torch.utils.tensorboard
 import transformers
 import transformers.models.bert.modeling_bert
 from harness import TRAIN
 
-from slipway import bert_preflight, bert_run, checkpoints, errors
+from slipway import bert_preflight, bert_run, errors, manifest
 
 assert transformers.get_linear_schedule_with_warmup and torch.utils.data.DataLoader
 assert bert_preflight and transformers.models.bert.modeling_bert.BertForSequenceClassification
@@ -38,15 +42,16 @@ def kill_at(event: str, number: int) -> None:
     owner, name = {
         "step": (bert_run.Clock, "stop"),
         "next": (bert_run.Clock, "start"),
-        "disk": (checkpoints, "_to_disk"),
+        "file": (torch, "save"),
+        "seal": (manifest, "_sync"),
     }[event]
     real, left = getattr(owner, name), [number]
 
-    def counted(*args: object) -> None:
+    def counted(*args: object, **kwargs: object) -> object:
         left[0] -= 1
         if left[0] == 0:
             os.killpg(0, signal.SIGKILL)
-        return real(*args)
+        return real(*args, **kwargs)
 
     setattr(owner, name, counted)
 
@@ -62,6 +67,9 @@ def rank(job: dict, number: int, port: int, output: str) -> None:
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.get("kill"):
         kill_at(*job["kill"])
+    if job.get("room") and number == ranks - 1:
+        most = psutil.Process().memory_info().vms + job["room"] * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     source = TRAIN.read_text()
     for old, new in job.get("change") or ():
         assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {TRAIN.name}"
@@ -75,6 +83,7 @@ def rank(job: dict, number: int, port: int, output: str) -> None:
 
 
 def main(path: str) -> None:
+    gc.freeze()  # else each fork's collection would copy all of what was imported
     statuses = []
     for n, job in enumerate(json.loads(Path(path).read_text())):
         children, port = [], free_port()

@@ -18,7 +18,9 @@ TRAIN = ROOT / "recipes" / "bert" / "train.py"
 RECIPES = sorted(path.stem for path in FINETUNE.parent.glob("*.yaml"))
 
 
-def run(*command: object, timeout: int = 280, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+def run(
+    *command: object, timeout: int = int(os.environ.get("SLIPWAY_TEST_TIMEOUT", 280)), cwd: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess:
     """Run a command to its end with output as text; kills its whole session at the timeout."""
     words = [str(word) for word in command]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | env
@@ -124,6 +126,19 @@ def torchrun(script: Path, *arguments: object, nproc: int = 2, **kwargs) -> subp
         *arguments,
         **kwargs,
     )
+
+
+def forks(folder: Path, jobs: list[dict]) -> list[tuple[list[int], str]]:
+    """Runs of the BERT recipe as tests/bert_runs.py has them: (exit statuses of the ranks, their output) of each."""
+    path = folder / f"jobs-{len(list(folder.glob('jobs-*.json')))}.json"
+    path.write_text(json.dumps(jobs, default=str))
+    # One thread: such small matrices need none, and wait for one another where the machine is busy.
+    done = run(sys.executable, ROOT / "tests" / "bert_runs.py", path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [
+        (codes, "".join((folder / f"{path.name}.{n}.{rank}").read_text() for rank in range(len(codes))))
+        for n, codes in enumerate(json.loads(done.stdout.splitlines()[-1]))
+    ]
 
 
 def record(folder: Path) -> dict:

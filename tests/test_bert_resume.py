@@ -1,10 +1,7 @@
 """A BERT run that was killed between any two steps ends, resumed, in the weights of one that was not: bit by bit."""
 
-import json
-import sys
-
 import pytest
-from harness import ROOT, record, run
+from harness import forks, record
 from small_bert import write_model, write_texts
 
 STEPS = 9  # 3 an epoch, the last of it over 12 rows instead of 16, in 2 micro-batches of which one is cut
@@ -15,7 +12,8 @@ def kills():
     """(event, n): each step, before its checkpoint is begun and after; and in the midst of writing one."""
     yield from (("step", step) for step in range(1, STEPS + 1))
     yield from (("next", number) for number in range(2, 12, 3))
-    yield from (("disk", number) for number in (1, 7, 12))
+    yield from (("file", number) for number in (1, 8))
+    yield from (("seal", number) for number in (1, 2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +32,6 @@ def flags(folder, output, *more):
     ]  # fmt: skip
 
 
-def run_all(folder, name, jobs):
-    """Runs the jobs one after the other; (exit statuses, output) of each. One thread: such small matrices need none."""
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(jobs, default=str))
-    done = run(sys.executable, ROOT / "tests" / "bert_runs.py", path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [
-        (codes, "".join((folder / f"{path.name}.{n}.{rank}").read_text() for rank in range(len(codes))))
-        for n, codes in enumerate(json.loads(done.stdout.splitlines()[-1]))
-    ]
-
-
 @pytest.fixture(scope="module")
 def runs(folder):
     """{kill: (first part, second part)} and under None the run that was left alone."""
@@ -54,7 +40,7 @@ def runs(folder):
         argv = flags(folder, folder / "-".join(map(str, kill)))
         names.append(kill)
         jobs += [{"argv": argv, "kill": kill}, {"argv": argv}]
-    whole, *parts = run_all(folder, "jobs", jobs)
+    whole, *parts = forks(folder, jobs)
     return {None: whole} | {kill: (parts[2 * n], parts[2 * n + 1]) for n, kill in enumerate(names)}
 
 
@@ -73,8 +59,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(kill, runs, folder):
 
 
 def test_a_checkpoint_that_was_being_written_is_named_and_kept(runs, folder):
-    said = runs["disk", 1][1][1]
-    part = folder / "disk-1" / "checkpoint-2.part"
-    assert f"{part} is passed over: it was not written to its end" in " ".join(said.split())
-    assert any(part.iterdir())
-    assert (folder / "disk-1" / "checkpoint-2-1" / "complete.json").exists()
+    said = " ".join(runs["seal", 1][1][1].split())
+    assert "checkpoint-2 is passed over: it has no manifest: the run ended while it was being saved" in said
+    assert (folder / "seal-1" / "checkpoint-2.incomplete" / "model.safetensors").exists()
+    assert (folder / "seal-1" / "checkpoint-2" / "manifest.json").exists()

@@ -86,9 +86,10 @@ def test_values_arrive_as_they_were_typed(make):
 def test_train_bert_needs_no_word_and_hands_on_those_it_gets(make):
     start = ["scripts/launch.py", "recipes/bert/train.py"]
     assert make("train-bert") == (0, [start], "")
-    words = ["NPROC=2", "MODEL=minilm", "DATA=my data.csv", "OUTPUT=o ut", "ARGS=--seed 1"]
-    flags = ["--model", "minilm", "--data", "my data.csv", "--output_dir", "o ut", "--seed", "1"]
-    assert make("train-bert", *words)[1] == [[start[0], "--nproc", "2", start[1], *flags]]
+    words = ["NPROC=2", "MODEL=minilm", "DATA=my data.csv", "OUTPUT=o ut", "RESUME=auto", "RESTARTS=1", "ARGS=--seed 1"]
+    flags = ["--model", "minilm", "--data", "my data.csv", "--output_dir", "o ut", "--resume", "auto"]
+    want = [start[0], "--nproc", "2", "--restarts", "1", start[1], *flags, "--seed", "1"]
+    assert make("train-bert", *words)[1] == [want]
 
 
 def test_an_unknown_recipe_ends_in_make_itself_and_lists_the_known(make):

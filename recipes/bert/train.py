@@ -7,10 +7,10 @@ accelerate launch recipes/bert/train.py --model google-bert/bert-base-uncased --
 
 import math
 import sys
-import time
 
-from slipway import report
+from slipway import attached, report
 
+attached.attach()
 report.quiet()
 
 import torch  # noqa: E402
@@ -26,8 +26,7 @@ from slipway.errors import stop_on_bad_input  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
-    began = time.time()
-    world = topology.current()
+    world = topology.current(deepspeed=False)
     topology.prepare_environment(world)
     plan = preflight.check(argv, world)  # files, columns, classes, model, precision, room: all that can be known now
     args = plan.args
@@ -65,8 +64,8 @@ def main(argv: list[str]) -> None:
     held_out = DataLoader(plan.held_out_rows, args.per_device_eval_batch_size, generator=torch.Generator(), **usual)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = get_linear_schedule_with_warmup(optimizer, plan.warmup, plan.steps)
-    if args.torch_compile:
-        model.compile()
+    if args.torch_compile_backend:
+        model.compile(backend=args.torch_compile_backend)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loader, held_out = accelerator.prepare(loader, held_out)
     progress = bert_run.Progress()
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> None:
     run.add(got=record.compare(plan.must_get(), bert_run.got(accelerator, model, plan)))
     bert_run.show_start(plan, run.content["got"])
     if plan.resume:
-        accelerator.load_state(str(plan.resume.folder))
+        accelerator.load_state(str(plan.resume.path))
 
     window, clock = plan.windows(accelerator.process_index), bert_run.Clock()  # which rows count, in which step
     while progress.epoch < args.num_train_epochs and progress.step < plan.steps:
@@ -126,7 +125,7 @@ def main(argv: list[str]) -> None:
             break
 
     accelerator.unwrap_model(model).save_pretrained(plan.output, is_main_process=accelerator.is_main_process)
-    bert_run.finish(accelerator, plan, run, progress, clock, began)
+    bert_run.finish(accelerator, plan, run, progress, clock)
     accelerator.end_training()
 
 
