@@ -148,6 +148,16 @@ def evaluated_twice(names: Names) -> None:
     assert sum("eval_loss" in line for line in names["trainer"].state.log_history) == 2
 
 
+def each_argument_is_gone(names: Names) -> None:
+    for argument in ("overwrite_output_dir", "no_cuda", "logging_dir", "warmup_ratio"):
+        try:
+            names["TrainingArguments"]("out", **{argument: None})
+        except TypeError as error:
+            assert argument in str(error)
+        else:
+            raise AssertionError(f"{argument} is taken")
+
+
 def arguments_taken(names: Names) -> None:
     assert names["args"].get_warmup_steps(100) == 10 and names["args"].device.type == "cpu"
     names["trainer"].train()
