@@ -77,7 +77,7 @@ CASES = {
         ["--resume", "{d}/out/checkpoint-4"],
         ["checkpoint-4 is no complete checkpoint: it has no manifest"],
     ),
-    "model is a decoder": ({}, ["--model", "tiny-llama"], ["tiny-llama is no encoder: it is a decoder", "minilm"]),
+    "model is a decoder": ({}, ["--model", "tiny-llama"], ["tiny-llama is no encoder: it is a decoder", "BERT"]),
     "model is missing": ({}, ["--model", "{d}/none/bert"], ["none/bert does not exist"]),
     "model is no model": ({"m/notes.txt": "x"}, ["--model", "{d}/m"], ["no config.json; found: notes.txt"]),
     "model is a file": ({"m.gguf": "x"}, ["--model", "{d}/m.gguf"], ["is a single file"]),
