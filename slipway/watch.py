@@ -164,8 +164,9 @@ def run(command: list[str], output: Path, limits: Limits, last_good: Callable[[]
 
 def _agent(command: list[str], limits: Limits, beats: Path) -> Agent:
     """As torch.distributed.launcher.api.launch_agent makes one for --standalone."""
-    # The agent's store outlives a restart: ranks would read in it where those before them listened (torch 2.8).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if limits.restarts:
+        # The agent's store outlives a restart: ranks would read in it where those before them listened (torch 2.8).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     config, entrypoint, words = torchrun.config_from_args(torchrun.parse_args(command))
     parameters = RendezvousParameters(
         backend="c10d",
