@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 EXIT_CTRL_C = 130  # 128 + SIGINT, as shells count
@@ -39,11 +40,20 @@ def stop_on_bad_input() -> Iterator[None]:
     except InputError as error:
         if error.this_rank_only or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
-        sys.exit(EXIT_BAD_INPUT)
+        _leave(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CTRL_C)
+        _leave(EXIT_CTRL_C)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process; a rank at once. While its peers end too, threads of its process group are still running, and
+    the interpreter's end would now and then abort on one: exit code -6 in the place of `code`."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextlib.contextmanager
