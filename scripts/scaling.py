@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.table import Table
 
-from slipway import bound, memory, report, step_times, topology
+from slipway import attached, bound, memory, report, step_times, topology
 from slipway.bound import PARTS, Run
 from slipway.errors import InputError, stop_on_bad_input
 from slipway.step_times import Job
@@ -105,7 +105,13 @@ def _measure(job: Job, ranks: int) -> list[dict[str, Any]]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
         rank = ["-m", "slipway.step_times", json.dumps(asdict(job)), str(file)]
         command = [*launcher, "--nproc_per_node", str(ranks), *rank]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=attached.end_with_parent,  # as the ranks do with it
+        )
         try:
             out, err = process.communicate()
         finally:

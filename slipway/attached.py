@@ -23,14 +23,14 @@ def attach() -> None:
     """For the recipe's first lines, on each rank."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    _end_with_the_agent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the steps begin, a signal ends the rank without a traceback
     sys.excepthook = _patient
     if folder := os.environ.get(BEATS):
         threading.Thread(target=_beat, args=(Path(folder) / os.environ["RANK"],), daemon=True).start()
 
 
-def _end_with_the_agent() -> None:
+def end_with_parent() -> None:
     """The kernel kills this process when its parent ends, however that ends: no rank is left holding a GPU."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,20 +11,20 @@ slower ranks. All-reduce alone would count what costs nothing; it is kept beside
 One process has no DDP, as under Accelerate. On a GPU the device is waited for at the end of each part.
 """
 
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from slipway import attached
 
 attached.attach()
-
-import contextlib  # noqa: E402
-import importlib.util  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from torch import distributed  # noqa: E402

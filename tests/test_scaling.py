@@ -138,19 +138,21 @@ def test_a_rank_that_fails_is_shown_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_all_ranks_end_with_it(number, code, tmp_path):
     words = [sys.executable, SCRIPT, *TINY, "--steps", 10**6, "--output", tmp_path / "out"]
     process = subprocess.Popen([str(word) for word in words], stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
-        while not (ranks := _ranks(process.pid)) and time.monotonic() < deadline:
+        while not _ranks(process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        ranks, family = _ranks(process.pid), psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert ranks and process.returncode == 130 and "Traceback" not in err, err
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert ranks and process.returncode == code and "Traceback" not in err, err
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 def _ranks(pid: int) -> list[psutil.Process]:
