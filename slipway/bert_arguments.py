@@ -4,14 +4,19 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
+from slipway import limits
 from slipway.errors import InputError, nearest
 
 PRECISIONS = ("no", "fp16", "bf16")
 TRACKERS = ("tensorboard", "wandb", "none")
-AT_LEAST_ONE = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"),
-    *("num_train_epochs", "logging_steps", "save_total_limit", "num_hidden_layers"),
-)
+# name: (least, greatest), both allowed; None: no end.
+RANGES: dict[str, tuple[int, int | None]] = {
+    **limits.RANGES,
+    **dict.fromkeys(("max_length", "num_train_epochs", "logging_steps", "num_hidden_layers", "max_rows"), (1, None)),
+    **dict.fromkeys(("max_steps", "save_steps", "patience"), (0, None)),
+    "dropout": (0, 1),
+}
+POSITIVE = ("learning_rate", "max_grad_norm")
 
 
 def _field(default: object, text: str) -> object:
@@ -50,6 +55,7 @@ class BertArguments:
     logging_steps: int = _field(10, "print and record the loss every so many steps")
     save_steps: int = _field(0, "checkpoint every so many optimizer steps; 0: none, only the trained model")
     save_total_limit: int = _field(2, "keep so many of this run's complete checkpoints")
+    heartbeat_seconds: int = _field(120, "a rank without a sign of life for so long ends the run; 0: no limit")
     report_to: str = _field("tensorboard", "tensorboard, wandb (where installed; WANDB_MODE=offline works) or none")
     num_hidden_layers: int = _field(4, "layers of the dummy model (bert-base has 12)")
 
@@ -63,9 +69,9 @@ def read(argv: list[str]) -> BertArguments:
     if unknown:
         flags = [f"--{one.name}" for one in fields(BertArguments)]
         raise InputError(f"unknown argument {unknown[0]}{nearest(unknown[0], flags)}", "`--help` lists all arguments")
-    for name in AT_LEAST_ONE:
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name} {getattr(args, name)}: at least 1 is needed", "correct the value")
+    for name, value in as_dict(args).items():
+        if instead := limits.allowed(value, *RANGES.get(name, (None, None)), name in POSITIVE):
+            raise InputError(f"--{name} {value}: {instead} is needed", "correct the value, or leave it out")
     if not 0 < args.held_out < 1:
         raise InputError(f"--held_out {args.held_out} is no share of the rows", "a number between 0 and 1, as 0.1")
     for name, value, known in (

@@ -40,7 +40,7 @@ DEMONSTRATION = {
 # by its content.
 _FREE = {
     *("output_dir", "resume", "save_steps", "save_total_limit", "logging_steps", "report_to"),
-    *("dataloader_num_workers", "per_device_eval_batch_size", "data", "eval_data", "model"),
+    *("dataloader_num_workers", "per_device_eval_batch_size", "data", "eval_data", "model", "heartbeat_seconds"),
 }
 
 
@@ -65,7 +65,7 @@ class BertPlan:
 
     def limits(self) -> dict[str, Any]:
         """What the launcher watches the ranks by (slipway.watch.Limits): a signal ends them where they are."""
-        return {"stop_s": 30, "silence_s": 120, "sigusr1": False}
+        return {"stop_s": 30, "silence_s": self.args.heartbeat_seconds, "sigusr1": False}
 
     def last_good(self) -> int | None:
         """The step of the newest complete checkpoint in OUTPUT; None if there is none."""
@@ -124,6 +124,11 @@ class BertPlan:
                 else encoders.empty(self.model.config)
             )
         return sum(parameter.numel() for parameter in built.parameters())
+
+    @property
+    def size(self) -> memory.Size:
+        """What the model takes on disk: trained whole, in fp32."""
+        return memory.Size(self.parameters, self.parameters, 4)
 
     def build_model(self) -> Any:
         """The model in fp32 on the CPU; what is random in it comes from torch's seed."""
@@ -234,8 +239,7 @@ def check(argv: list[str], world: World) -> BertPlan:
     if resume:
         checkpoints.must_agree(resume, plan.decides())
     if os.environ.get("RANK", "0") == "0":
-        size = memory.Size(plan.parameters, plan.parameters, 4)
-        memory.check_disk(folder, size, args.save_total_limit + 1 if args.save_steps else 0)
+        memory.check_disk(folder, plan.size, args.save_total_limit + 1 if args.save_steps else 0)
     return plan
 
 
@@ -281,18 +285,20 @@ def _check_compiler(backend: str | None) -> None:
 
 def _check_output(args: BertArguments) -> tuple[Path, manifest.Checkpoint | None, list[str]]:
     """The run's folder, the checkpoint to go on from if there is one, and what is to be said about it."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        args.resume = "auto"  # the launcher starts the same command again
+    asked = Path(args.output_dir or Path("outputs") / RECIPE).expanduser().absolute()
+    # The launcher starts the same command again; until there is a checkpoint in OUTPUT, it starts where it did before.
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if again and (not args.resume or manifest.newest(asked, checksums=False)[0]):
+        args.resume = "auto"
     if not args.resume:
         folder = output.choose(args.output_dir, RECIPE)
         ways = ", or RESUME=auto (--resume auto)" if any(folder.glob("checkpoint-*")) else ""
         output.check(folder, goes_on=False, ways=ways)
         return folder, None, []
-    asked = Path(args.output_dir or Path("outputs") / RECIPE).expanduser().absolute()
     found, notices = checkpoints.choose(args.resume, asked)
     folder = found.path.parent if found and not args.output_dir else asked
     own = found is None or found.path.parent == folder
-    output.check(folder, goes_on=own, ways="")
+    output.check(folder, goes_on=own or again, ways="")
     if own and (record.read(folder) or {}).get("status") == "finished":
         raise InputError(f"the run in {folder} is finished: nothing is left to resume", "name another OUTPUT")
     return folder, found, notices

@@ -1,25 +1,35 @@
 """Checkpoints of a plain Accelerate loop: a kill at any moment leaves one either complete or known not to be.
 
 Each is OUTPUT/checkpoint-STEP, which counts from the moment its manifest is there, the last file to be written
-(slipway.manifest). What is not complete is named and passed over; it is neither written into nor deleted.
+(slipway.manifest). What is not complete is named and passed over, and never written into; it goes when it is older than
+all checkpoints that are kept.
 """
 
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from accelerate.utils import broadcast_object_list
 
 from slipway import manifest
 from slipway.errors import InputError
 from slipway.manifest import Checkpoint
 
 
-def save(accelerator: Any, output: Path, step: int, run: dict[str, Any], keep: int) -> None:
-    """Saves all that the accelerator holds, as of after `step`; then deletes complete ones but the newest `keep`.
+def save(accelerator: Any, output: Path, step: int, run: dict[str, Any], keep: int, size: int) -> None:
+    """Saves all that the accelerator holds, as of after `step`; then deletes what is older than the newest `keep`.
 
-    run: what the run was asked that decides the weights (see `must_agree`). Collective: every rank calls it after the
-    same step.
+    Where the disk has no room for it, the last checkpoint stays, and a line says so. run: what the run was asked that
+    decides the weights (see `must_agree`). size: bytes that the first will take, at most. Collective: every rank calls
+    it after the same step.
     """
     folder = manifest.folder_of(output, step)
+    short = [manifest.make_room(output, size, keep) if accelerator.is_main_process else ""]
+    broadcast_object_list(short)
+    if short[0]:
+        if accelerator.is_main_process:
+            print(f"step {step} is not saved, {short[0]}; training goes on", file=sys.stderr)
+        return
     if accelerator.is_main_process:
         manifest.set_aside(folder)  # what a killed run has left there
     accelerator.wait_for_everyone()
@@ -28,21 +38,8 @@ def save(accelerator: Any, output: Path, step: int, run: dict[str, Any], keep: i
     if accelerator.is_main_process:
         files = manifest.digest(folder, manifest.listing(folder), to_disk=True)
         manifest.seal(folder, {"run": run}, files)
-        _rotate(output, keep)
+        manifest.rotate(output, keep)
     accelerator.wait_for_everyone()
-
-
-def _rotate(output: Path, keep: int) -> None:
-    for folder in manifest.folders(output):
-        try:
-            manifest.read(folder, checksums=False)
-        except manifest.Damaged:
-            continue
-        keep -= 1
-        if keep < 0:
-            # The manifest goes first: a removal that is cut short leaves nothing that looks complete.
-            (folder / manifest.MANIFEST).unlink()
-            shutil.rmtree(folder)
 
 
 def choose(asked: str, output: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from slipway import manifest, memory, record, topology
+from slipway import manifest, record, topology
 from slipway.errors import InputError
 
 
 class Keep(TrainerCallback):
     """Seals each checkpoint. facts: what its manifest tells besides run and files; limit: how many are kept.
 
-    size: bytes that one takes, by estimate until one is there. stop_on_full: end the run where that is not free.
+    size: bytes that the first takes, by estimate. stop_on_full: end the run where that is not free.
     """
 
     def __init__(self, run: record.Record, facts: dict[str, Any], limit: int | None, size: int, stop_on_full: bool):
@@ -38,7 +38,9 @@ class Keep(TrainerCallback):
         # What the Trainer sums up for its log is not saved: logged first, a resumed run logs the same numbers.
         control.should_log = True
         output, step = Path(args.output_dir), state.global_step
-        short = self._gather(self._short_of_room(output) if self.rank == 0 else "")[0]
+        short = self._gather(
+            manifest.make_room(output, self.size, self.limit, self.run.content["run_id"]) if self.rank == 0 else ""
+        )[0]
         if short:
             self._go_without(step, short, control)
             return
@@ -46,25 +48,15 @@ class Keep(TrainerCallback):
             manifest.set_aside(manifest.folder_of(output, step))
         self._gather(None)
 
-    def _short_of_room(self, output: Path) -> str:
-        """What is missing on the disk, if anything is; the oldest checkpoint goes for it if others are left."""
-        if memory.free_disk(output) < self.size and self.limit:
-            manifest.rotate(output, max(1, self.limit - 1), self.run.content["run_id"])
-        free = memory.free_disk(output)
-        gib = memory.GIB
-        return "" if free >= self.size else f"about {self.size / gib:.3f} GiB are needed, {free / gib:.3f} are free"
-
     def _go_without(self, step: int, short: str, control: Any) -> None:
         control.should_save = False
-        found, _ = manifest.newest(self.run.path.parent, self.run.content["run_id"], checksums=False)
-        last = f"the last checkpoint is that of step {found.step}" if found else "there is no checkpoint"
-        self.run.event("not saved", step, cause=f"no room: {short}")
+        self.run.event("not saved", step, cause=short)
         if self.stop_on_full:
             self.run.content["status"] = "stopped"
             self.run.event("stop", step, cause="no room for a checkpoint")
-            raise InputError(f"no room to save step {step}: {short}; {last}", "free some, then RESUME=auto")
+            raise InputError(f"step {step} is not saved, {short}", "free some, then RESUME=auto")
         if self.rank == 0:
-            print(f"step {step} is not saved, there is no room: {short}; {last}; training goes on", file=sys.stderr)
+            print(f"step {step} is not saved, {short}; training goes on", file=sys.stderr)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         output = Path(args.output_dir)
@@ -77,7 +69,7 @@ class Keep(TrainerCallback):
         if self.rank == 0:
             files = {name: file for share in shares for name, file in share.items()}
             facts = {"run_id": self.run.content["run_id"], **self.facts}
-            self.size = manifest.seal(folder, facts, files).bytes
+            manifest.seal(folder, facts, files)
             self.run.event("saved", state.global_step)
             manifest.rotate(output, self.limit, facts["run_id"])
 

@@ -58,19 +58,22 @@ def check(asked: Asked, world: World) -> None:
     _check_choices(asked, world)
 
 
+def allowed(value: object, least: float | None, greatest: float | None, positive: bool = False) -> str:
+    """What may be given where `value` will not do as a number; empty where it will, or is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ""
+    if not math.isfinite(value):
+        return "a number"
+    if (least is not None and value < least) or (greatest is not None and value > greatest):
+        return f"at least {least}" if greatest is None else f"{least} to {greatest}"
+    return "more than 0" if positive and value <= 0 else ""
+
+
 def _check_numbers(asked: Asked) -> None:
     for key in asked.defaults:
         value = asked.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if not math.isfinite(value):
-            raise InputError(f"{asked.origin(key)}: {key} is {value}", "give a number")
-        least, greatest = RANGES.get(key, (None, None))
-        if (least is not None and value < least) or (greatest is not None and value > greatest):
-            allowed = f"at least {least}" if greatest is None else f"{least} to {greatest}"
-            raise InputError(f"{asked.origin(key)}: {key} is {value}", f"give {allowed}, or leave it out")
-        if key in POSITIVE and value <= 0:
-            raise InputError(f"{asked.origin(key)}: {key} is {value}", "give more than 0, or leave it out")
+        if instead := allowed(value, *RANGES.get(key, (None, None)), key in POSITIVE):
+            raise InputError(f"{asked.origin(key)}: {key} is {value}", f"give {instead}, or leave it out")
     if asked.get("max_length") is None:
         raise InputError(f"{asked.origin('max_length')}: max_length is empty", "give a number of tokens")
     steps = asked.get("max_steps")

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipway import memory
+
 MANIFEST = "manifest.json"
 _PART = f"{MANIFEST}.part"
 _FORMAT = 1
@@ -182,3 +184,20 @@ def rotate(output: Path, keep: int | None, run_id: str | None = None) -> None:
             # The manifest goes first: a removal that is cut short leaves nothing that looks complete.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
+
+
+def make_room(output: Path, size: int, keep: int | None, run_id: str | None = None) -> str:
+    """Why the disk has no room for one more checkpoint, and which is the last; empty if it has.
+
+    Where it would not fit, the oldest goes if another is left. size: bytes of one, by estimate, until one is there.
+    """
+    last, _ = newest(output, run_id, checksums=False)
+    need = last.bytes if last else size
+    if memory.free_disk(output) < need and keep:
+        rotate(output, max(1, keep - 1), run_id)
+    free = memory.free_disk(output)
+    if free >= need:
+        return ""
+    there = f"the last checkpoint is that of step {last.step}" if last else "there is no checkpoint"
+    gib = memory.GIB
+    return f"there is no room: about {need / gib:.3f} GiB are needed, {free / gib:.3f} are free; {there}"

@@ -138,7 +138,7 @@ class Agent(LocalElasticAgent):
             last, silent = self._silent.get(rank, (0, 0.0))
             self._silent[rank] = (beat, 0.0 if beat != last else silent + passed)
             if self._silent[rank][1] > self.limits.silence_s:
-                self.said = f"rank {rank} gave no sign of life for {self.limits.silence_s:.0f} s"
+                self.said = f"rank {rank} gave no sign of life for {self.limits.silence_s:.0f} s (--heartbeat_seconds)"
                 self.first = self.first or (rank, -signal.SIGKILL)
                 return True
         return False

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import image
@@ -26,6 +27,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make test` hands its own variables down; a `make` that a test starts must not see them.
 for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """small_disk(mib) -> the folder of a new file system of that size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def of(mib: int) -> Path:
+        words = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
+        mounted = subprocess.run(words, capture_output=True, text=True)
+        if mounted.returncode:
+            pytest.skip(f"a small file system needs root: {mounted.stderr.strip()}")
+        return folder
+
+    yield of
+    if folder.is_mount():
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from slipway import manifest
 
@@ -18,9 +19,7 @@ TRAIN = ROOT / "recipes" / "bert" / "train.py"
 RECIPES = sorted(path.stem for path in FINETUNE.parent.glob("*.yaml"))
 
 
-def run(
-    *command: object, timeout: int = int(os.environ.get("SLIPWAY_TEST_TIMEOUT", 280)), cwd: Path = ROOT, **env: str
-) -> subprocess.CompletedProcess:
+def run(*command: object, timeout: int = 280, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     """Run a command to its end with output as text; kills its whole session at the timeout."""
     words = [str(word) for word in command]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | env
@@ -51,18 +50,26 @@ def launch(
     return run(sys.executable, ROOT / "scripts/launch.py", *ranks, FINETUNE, "--config", config, *arguments, **kwargs)
 
 
+def launch_bert(*arguments: object, **kwargs) -> subprocess.CompletedProcess:
+    """scripts/launch.py on the BERT recipe."""
+    return run(sys.executable, ROOT / "scripts/launch.py", TRAIN, *arguments, **kwargs)
+
+
 def run_python(script: Path, *arguments: object, **kwargs) -> subprocess.CompletedProcess:
     """A recipe by plain python: one process."""
     return run(sys.executable, script, *arguments, **kwargs)
 
 
 class Running:
-    """scripts/launch.py on a shipped recipe, started and not waited for; its output goes to files in `folder`."""
+    """scripts/launch.py, started and not waited for: on a shipped recipe, or on the BERT recipe if none is named.
 
-    def __init__(self, folder: Path, *arguments: object, recipe: str, restarts: int = 0, **env: str):
-        self.folder = folder
-        config = FINETUNE.parent / f"{recipe}.yaml"
-        words = [sys.executable, ROOT / "scripts/launch.py", "--restarts", restarts, FINETUNE, "--config", config]
+    Its output goes to files in `folder`.
+    """
+
+    def __init__(self, folder: Path, *arguments: object, recipe: str | None = None, restarts: int = 0, **env: str):
+        self.folder, self.script = folder, FINETUNE if recipe else TRAIN
+        config = ["--config", FINETUNE.parent / f"{recipe}.yaml"] if recipe else []
+        words = [sys.executable, ROOT / "scripts/launch.py", "--restarts", restarts, self.script, *config]
         folder.mkdir(exist_ok=True)
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
@@ -103,7 +110,7 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks' processes, rank 0 first."""
-        return [child for child in psutil.Process(self.process.pid).children() if str(FINETUNE) in child.cmdline()]
+        return [child for child in psutil.Process(self.process.pid).children() if str(self.script) in child.cmdline()]
 
     def code(self, family: list[psutil.Process], timeout: float = 100) -> int:
         """The exit code; none of `family` may be left running."""
@@ -128,12 +135,50 @@ def torchrun(script: Path, *arguments: object, nproc: int = 2, **kwargs) -> subp
     )
 
 
-def forks(folder: Path, jobs: list[dict]) -> list[tuple[list[int], str]]:
+def selected(cases: dict[str, object], request: pytest.FixtureRequest) -> list[str]:
+    """The names of `cases` that this run of pytest tests, in their order."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return [name for name in cases if any(params.get("name") == name for params in calls)]
+
+
+def write_files(folder: Path, files: dict[str, str | bytes | Path]) -> None:
+    """Name -> content, or what a symbolic link points to; folders are made, `folder` too."""
+    folder.mkdir()
+    for file, content in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            path.symlink_to(content)
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def assert_kept(folder: Path, files: dict[str, str | bytes | Path]) -> None:
+    """What write_files made is still there, as it was."""
+    for file, content in files.items():
+        path = folder / file
+        if isinstance(content, Path):
+            assert path.readlink() == content
+        else:
+            assert path.read_bytes() == (content.encode() if isinstance(content, str) else content), file
+
+
+def assert_refused(done: subprocess.CompletedProcess, words: list[str]) -> None:
+    """Bad input: one message with all of `words` in it, what to do, exit code 2, no traceback."""
+    assert done.returncode == 2, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert "\n  fix: " in done.stderr
+    for word in words:
+        assert word in done.stderr, f"{word!r} is not in: {done.stderr}"
+
+
+def forks(folder: Path, jobs: list[dict], **env: str) -> list[tuple[list[int], str]]:
     """Runs of the BERT recipe as tests/bert_runs.py has them: (exit statuses of the ranks, their output) of each."""
     path = folder / f"jobs-{len(list(folder.glob('jobs-*.json')))}.json"
     path.write_text(json.dumps(jobs, default=str))
     # One thread: such small matrices need none, and wait for one another where the machine is busy.
-    done = run(sys.executable, ROOT / "tests" / "bert_runs.py", path, OMP_NUM_THREADS="1")
+    done = run(sys.executable, ROOT / "tests" / "bert_runs.py", path, OMP_NUM_THREADS="1", **env)
     assert done.returncode == 0, done.stderr[-3000:]
     return [
         (codes, "".join((folder / f"{path.name}.{n}.{rank}").read_text() for rank in range(len(codes))))

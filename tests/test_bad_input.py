@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import FINETUNE, ROOT, launch, run
+from harness import FINETUNE, ROOT, assert_kept, assert_refused, launch, run, selected, write_files
 from hub_server import serving
 
 GOOD = {"prompt": "What is one and one?", "completion": "Two."}
-KEPT = "OUTPUT holds something else"
 ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
 DDP, NVME = (str(FINETUNE.parent / f"{name}.yaml") for name in ("ddp", "zero3_nvme"))
 BATCHES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -165,7 +164,7 @@ CASES = {
         ["--model_name_or_path", "someone/some-model"],
         ["someone/some-model", "127.0.0.1:9"],
     ),
-    KEPT: (
+    "OUTPUT holds something else": (
         {"out/thesis.tex": "years of work"},
         ["--output_dir", "{d}/out"],
         ["not empty", "another folder"],
@@ -197,14 +196,7 @@ WHERE = {
 
 def start(name: str, folder: Path, hub: str):
     files, flags, _ = CASES[name]
-    folder.mkdir()
-    for file, content in files.items():
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Path):
-            path.symlink_to(content)
-        else:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
+    write_files(folder, files)
     words = [flag.replace("{d}", str(folder)) for flag in flags]
     nproc = ["--nproc", "0"] if words == ["NPROC"] else []
     words = [] if nproc else words
@@ -221,31 +213,19 @@ def start(name: str, folder: Path, hub: str):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """The selected cases, started two at a time: most of a start is importing."""
-    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    chosen = [name for name in CASES if name == KEPT or any(params.get("name") == name for params in calls)]
     top = tmp_path_factory.mktemp("bad")
     assert launch("--max_rows", 0, "--output_dir", top / "warm").returncode == 2  # makes the caches
     with serving({}) as (hub, _), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {name: (top / str(i), pool.submit(start, name, top / str(i), hub)) for i, name in enumerate(chosen)}
+        chosen = enumerate(selected(CASES, request))
+        yield {name: (top / str(i), pool.submit(start, name, top / str(i), hub)) for i, name in chosen}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_one_message(name, results):
     folder, future = results[name]
-    done = future.result()
-    assert done.returncode == 2, done.stdout[-1000:] + done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 1
-    assert "\n  fix: " in done.stderr
-    for word in CASES[name][2]:
-        assert word in done.stderr, f"{word!r} is not in: {done.stderr}"
+    assert_refused(future.result(), CASES[name][2])
     assert not (folder / "output").exists()
-
-
-def test_what_was_in_output_is_still_there(results):
-    folder, future = results[KEPT]
-    future.result()
-    assert (folder / "out" / "thesis.tex").read_text() == "years of work"
+    assert_kept(folder, CASES[name][0])
 
 
 def test_make_lists_the_recipes_where_one_is_unknown():

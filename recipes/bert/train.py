@@ -110,7 +110,8 @@ def main(argv: list[str]) -> None:
                 if accelerator.is_local_main_process:
                     print(f"step {progress.step}/{plan.steps}  loss {logs['loss']:.4f}", flush=True)
             if args.save_steps and progress.step % args.save_steps == 0:
-                checkpoints.save(accelerator, plan.output, progress.step, plan.decides(), args.save_total_limit)
+                keep, size = args.save_total_limit, plan.size.checkpoint
+                checkpoints.save(accelerator, plan.output, progress.step, plan.decides(), keep, size)
             if progress.step == plan.steps:
                 break
             step_loss.zero_()
