@@ -6,19 +6,21 @@ A job: {"argv": [...], "ranks": 1, "kill": null, "change": null}. kill: [event, 
 event of "step" (an optimizer step was made, nothing of it saved yet), "next" (the loop goes on to the next one), "file"
 (a file of a checkpoint is written) or "seal" (the files or the manifest of one have reached the disk).
 change: [[text, other], ...], put into train.py, to see a test fail.
+room: MiB of memory to write to that the last rank may take beside what it has at the start.
 Prints a list of the ranks' exit statuses, a list for each job; output goes to JOBS.json.N.RANK.
 """
 
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 
 import accelerate.tracking  # noqa: F401  imported once, for all forks
-import datasets  # noqa: F401  accelerate would in each fork
+import psutil
 import torch.utils.tensorboard
 import transformers
 import transformers.models.bert.modeling_bert
@@ -65,6 +67,9 @@ def rank(job: dict, number: int, port: int, output: str) -> None:
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.get("kill"):
         kill_at(*job["kill"])
+    if job.get("room") and number == ranks - 1:
+        most = psutil.Process().memory_info().data + job["room"] * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     source = TRAIN.read_text()
     for old, new in job.get("change") or ():
         assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {TRAIN.name}"
@@ -74,9 +79,7 @@ def rank(job: dict, number: int, port: int, output: str) -> None:
     exec(compile(source, TRAIN, "exec"), names)
     with errors.stop_on_bad_input():
         names["main"](sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # the interpreter would end threads of the libraries imported, which a fork does not have
+    sys.exit(0)
 
 
 def main(path: str) -> None:

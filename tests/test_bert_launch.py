@@ -1,5 +1,7 @@
 """However the BERT recipe is started, it does the same; and fewer ranks than were asked for are an error."""
 
+import concurrent.futures
+import socket
 import sys
 from pathlib import Path
 
@@ -74,6 +76,24 @@ def test_accelerate_launch_without_a_config_file_does_what_make_does(job, made, 
     assert [row["loss"] for row in content["losses"]] == pytest.approx(
         [row["loss"] for row in other["losses"]], rel=1e-5
     )
+
+
+def test_two_machines_with_the_config_file_do_what_one_does(job, made, tmp_path):
+    """Two launchers, as on two machines, that meet at an address; a rank each."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        where = ["--main_process_ip", "127.0.0.1", "--main_process_port", found.getsockname()[1]]
+    more = ["--config_file", TRAIN.parent / "many_machines.yaml", "--num_processes", 2, "--mixed_precision", "no"]
+
+    def machine(rank: int):
+        words = [*more, *where, "--machine_rank", rank, TRAIN, *job[1], "--output_dir", tmp_path / "run"]
+        return run(*ACCELERATE, *words, cwd=tmp_path)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for done in pool.map(machine, (0, 1)):
+            assert done.returncode == 0, done.stderr[-3000:]
+    assert record(tmp_path / "run")["got"]["world_size"] == 2
+    same(tmp_path / "run", made(2))
 
 
 def test_torchrun_does_what_make_does(job, made, tmp_path):

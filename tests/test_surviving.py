@@ -9,7 +9,7 @@ import time
 import pytest
 from harness import FINETUNE, SAVING, STEPS, Running, launch, newest, record
 
-from slipway import manifest, preflight, topology
+from slipway import manifest, preflight, resume, topology
 from slipway.errors import InputError
 
 pytestmark = pytest.mark.timeout(900)  # a test starts up to five runs, each of which imports torch three times
@@ -215,6 +215,19 @@ def test_the_same_command_again_says_that_the_run_is_unfinished_and_how_to_go_on
     assert "--overwrite true" in done.stderr
     assert not (tmp_path / "run/checkpoint-32").exists()
     assert check(tmp_path / "run", "--resume_from_checkpoint", "true", recipe="zero2").output == tmp_path / "run"
+
+
+def test_a_run_is_overwritten_or_gone_on_with(whole, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    ended_at(16, whole("zero2"), out)
+    assert "a run is gone on with or overwritten" in refusal(out, "--overwrite", "true", *ON, recipe="zero2")
+    # The launcher starts the same command again: from the new run's checkpoint, never from the overwritten one's.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLIPWAY_LAUNCHED_AT", str(time.time() + 1))
+    plan = check(out, "--overwrite", "true", recipe="zero2")
+    assert resume.find(plan).step == 0
+    monkeypatch.setenv("SLIPWAY_LAUNCHED_AT", str(time.time() - 60))
+    assert resume.find(plan).step == 16
 
 
 def test_going_on_with_another_run_is_refused_and_each_difference_named(whole, tmp_path):
