@@ -31,7 +31,7 @@ __all__ = ["BertPlan", "check", "print_help"]  # the last two are what scripts/l
 RECIPE = "bert"
 # On the embedded texts without a GPU a run is a demonstration of minutes; what is typed stays as typed.
 DEMONSTRATION = {
-    "max_length": 64,
+    "max_length": 32,
     "num_train_epochs": 2,
     "learning_rate": 2e-4,
     "per_device_train_batch_size": 16,
