@@ -16,14 +16,15 @@ export SLIPWAY_RESUME := $(value RESUME)
 export SLIPWAY_RESTARTS := $(value RESTARTS)
 export SLIPWAY_PROMPT := $(value PROMPT)
 export SLIPWAY_ONLY := $(value ONLY)
-unexport MODEL DATA OUTPUT NPROC ATTN RESUME RESTARTS PROMPT ONLY ARGS BASE CA_BUNDLE FLASH_ATTN
+export SLIPWAY_CHECKPOINT := $(value CHECKPOINT)
+unexport CHECKPOINT MODEL DATA OUTPUT NPROC ATTN RESUME RESTARTS PROMPT ONLY ARGS BASE CA_BUNDLE FLASH_ATTN
 flag = $${SLIPWAY_$(2):+$(1) "$$SLIPWAY_$(2)"}
 
 comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama train-bert generate bench scaling test soak lint clean image image-test image-size shell
+.PHONY: help venv verify lock finetune-llama train-bert export generate bench scaling test soak lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -48,6 +49,9 @@ recipes/llama/%.yaml:
 train-bert: venv  ## train BERT to tell classes apart: MODEL= DATA= OUTPUT= NPROC= RESUME= RESTARTS= ARGS='--flag value'; none: a dummy job
 	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) $(call flag,--restarts,RESTARTS) recipes/bert/train.py \
 	$(call flag,--model,MODEL) $(call flag,--data,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--resume,RESUME) $(ARGS)
+
+export: venv  ## a checkpoint as plain safetensors: CHECKPOINT=OUTPUT/checkpoint-N OUTPUT= ARGS='--dtype bf16 --shard_size 2GB --merge'
+	@exec $(PYTHON) scripts/export.py $(call flag,--checkpoint,CHECKPOINT) $(call flag,--output,OUTPUT) $(ARGS)
 
 generate: venv  ## answer with a model: MODEL=OUTPUT PROMPT='...' ARGS=
 	@exec $(PYTHON) scripts/generate.py $(call flag,--model,MODEL) $(call flag,--prompt,PROMPT) $(ARGS)

@@ -1,8 +1,10 @@
 """The arguments of recipes/bert/train.py: Hugging Face's names where it has one."""
 
+import importlib.util
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
 from slipway import limits
 from slipway.errors import InputError, nearest
@@ -63,7 +65,8 @@ class BertArguments:
 def read(argv: list[str]) -> BertArguments:
     """The arguments of the command line.
 
-    Raises InputError for an unknown flag (with the nearest known one), a value of the wrong type, or one out of range.
+    Raises InputError for an unknown flag (with the nearest known one), a value of the wrong type, one out of range, or
+    one that names what is not here.
     """
     args, unknown = _parser().parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
@@ -81,6 +84,8 @@ def read(argv: list[str]) -> BertArguments:
         if value is not None and value not in known:
             raise InputError(f"--{name} {value}: unknown{nearest(value, known)}", f"one of {', '.join(known)}")
     _agree_on_precision(args)
+    _check_tracker(args.report_to)
+    _check_compiler(args.torch_compile_backend)
     return args
 
 
@@ -98,6 +103,33 @@ def _agree_on_precision(args: BertArguments) -> None:
             "say one of them",
         )
     args.mixed_precision = args.mixed_precision or launcher or "no"
+
+
+def _check_tracker(name: str) -> None:
+    if name != "wandb":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise InputError(
+            "--report_to wandb: the package wandb is not installed in this Python",
+            "install it beside the lock (uv pip install wandb), or --report_to tensorboard",
+        )
+    local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not local and not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists():
+        raise InputError(
+            "--report_to wandb: nobody is logged in to Weights & Biases",
+            "`wandb login` or WANDB_API_KEY; WANDB_MODE=offline writes to OUTPUT/wandb alone",
+        )
+
+
+def _check_compiler(backend: str | None) -> None:
+    import torch._dynamo
+
+    known = torch._dynamo.list_backends(exclude_tags=()) if backend else []
+    if backend and backend not in known:
+        raise InputError(
+            f"--torch_compile_backend {backend}: torch knows no such{nearest(backend, known)}",
+            f"one of {', '.join(known)}",
+        )
 
 
 def print_help() -> None:

@@ -1,6 +1,5 @@
 """Everything about a BERT run that can be known before it starts; the launcher and each rank call `check`."""
 
-import importlib.util
 import os
 import time
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from slipway import (
     topology,
 )
 from slipway.bert_arguments import BertArguments, print_help
-from slipway.errors import InputError, nearest
+from slipway.errors import InputError
 from slipway.topology import World
 from slipway.windows import Windows
 
@@ -215,8 +214,6 @@ def check(argv: list[str], world: World) -> BertPlan:
     began = time.time()
     args = bert_arguments.read(argv)
     topology.precision(world, args.mixed_precision == "bf16", args.mixed_precision == "fp16", "--mixed_precision")
-    _check_tracker(args.report_to)
-    _check_compiler(args.torch_compile_backend)
     folder, resume, notices = _check_output(args)
     notices += _demonstrate(args, bert_arguments.typed(argv), world)
     if args.data and not args.model:
@@ -254,33 +251,6 @@ def _demonstrate(args: BertArguments, typed: set[str], world: World) -> list[str
         setattr(args, key, value)
     said = ", ".join(f"--{key} {value}" for key, value in changed.items())
     return [f"no GPU, embedded texts: a demonstration, with {said}"]
-
-
-def _check_tracker(name: str) -> None:
-    if name != "wandb":
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise InputError(
-            "--report_to wandb: the package wandb is not installed in this Python",
-            "install it beside the lock (uv pip install wandb), or --report_to tensorboard",
-        )
-    local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-    if not local and not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists():
-        raise InputError(
-            "--report_to wandb: nobody is logged in to Weights & Biases",
-            "`wandb login` or WANDB_API_KEY; WANDB_MODE=offline writes to OUTPUT/wandb alone",
-        )
-
-
-def _check_compiler(backend: str | None) -> None:
-    import torch._dynamo
-
-    known = torch._dynamo.list_backends(exclude_tags=()) if backend else []
-    if backend and backend not in known:
-        raise InputError(
-            f"--torch_compile_backend {backend}: torch knows no such{nearest(backend, known)}",
-            f"one of {', '.join(known)}",
-        )
 
 
 def _check_output(args: BertArguments) -> tuple[Path, manifest.Checkpoint | None, list[str]]:

@@ -56,7 +56,7 @@ def load(
         )
     if model.kind == "hub":
         loaded.name_or_path = loaded.config._name_or_path = model.name  # what an adapter will name as its base
-    _fit(loaded, tokenizer, model.notes)
+    fit(loaded, tokenizer, model.notes)
     return loaded
 
 
@@ -99,7 +99,7 @@ def _source(model: Any, tokenizer: Any, dtype: Any, token: str | None) -> tuple[
     return model.path, model.revision
 
 
-def _fit(loaded: Any, tokenizer: Any, notes: list[str]) -> None:
+def fit(loaded: Any, tokenizer: Any, notes: list[str]) -> None:
     """Makes vocabulary, special ids and generation config agree with the tokenizer."""
     text = loaded.config.get_text_config()
     # Offloaded weights, which lie on meta, keep their shape: one prompt at a time is answered without the pad token.
@@ -176,7 +176,7 @@ def adapter_model(model: Any, tokenizer: Any, *, dtype: Any) -> Any:
     if rows and rows != loaded.config.get_text_config().vocab_size:
         resize(loaded, rows)  # the adapter was trained, and saved, with the embeddings of a resized vocabulary
     merged = PeftModel.from_pretrained(loaded, model.path).merge_and_unload()
-    _fit(merged, tokenizer, model.notes)
+    fit(merged, tokenizer, model.notes)
     return merged
 
 

@@ -92,11 +92,12 @@ def headers(files: list[Path]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_saved(folder: str | Path, config: Any) -> int:
+def check_saved(folder: str | Path, config: Any, model: Any = None) -> int:
     """Number of tensors saved in `folder`; SavedModelError unless they are what `config`'s model needs.
 
     Only headers are read. Tied weights may be absent. An adapter's tensors are checked for emptiness, as its
-    shapes follow from the adapter's config and not from the model's.
+    shapes follow from the adapter's config and not from the model's. `model`: an empty one (of meta tensors) where it
+    is not the causal one of the config.
     """
     folder = Path(folder)
     try:
@@ -108,10 +109,18 @@ def check_saved(folder: str | Path, config: Any) -> int:
     found = headers(files)
     if not found:
         raise SavedModelError(f"{folder} holds no tensor in safetensors files", "save with safe serialization")
-    _refuse_empty(folder, found, SavedModelError)
-    if files[0].name != ADAPTER and getattr(config, "quantization_config", None) is None:
-        _compare(folder, found, config)
+    if files[0].name == ADAPTER:
+        _refuse_empty(folder, found, SavedModelError)
+    else:
+        check_tensors(folder, found, config, model)
     return len(found)
+
+
+def check_tensors(folder: Path, found: dict[str, tuple[int, ...]], config: Any, model: Any = None) -> None:
+    """SavedModelError unless the tensors (name and shape) are what `config`'s model, or the empty `model`, needs."""
+    _refuse_empty(folder, found, SavedModelError)
+    if getattr(config, "quantization_config", None) is None:
+        _compare(folder, found, config, model or empty_model(config))
 
 
 def let_others_read(folder: Path) -> None:
@@ -134,7 +143,7 @@ def _refuse_empty(folder: Path, found: dict[str, tuple[int, ...]], kind: type[In
 def check_shapes(folder: Path, config: Any) -> None:
     """InputError where a tensor in `folder` has another shape than `config` says, as after a resize."""
     found, model = headers(weight_files(folder)), empty_model(config)
-    if _stored_otherwise(model, config):
+    if stored_otherwise(model, config):
         return
     need = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {found[name]} for {need[name]}" for name in need if found.get(name, need[name]) != need[name]]
@@ -145,7 +154,7 @@ def check_shapes(folder: Path, config: Any) -> None:
         )
 
 
-def _stored_otherwise(model: Any, config: Any) -> bool:
+def stored_otherwise(model: Any, config: Any) -> bool:
     """Whether files hold the weights under other names and shapes than modules do (experts, 4 bit)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -155,10 +164,9 @@ def _stored_otherwise(model: Any, config: Any) -> bool:
     )
 
 
-def _compare(folder: Path, found: dict[str, tuple[int, ...]], config: Any) -> None:
-    model = empty_model(config)
+def _compare(folder: Path, found: dict[str, tuple[int, ...]], config: Any, model: Any) -> None:
     fix = "the saved model is not the trained one; do not use it"
-    if _stored_otherwise(model, config):
+    if stored_otherwise(model, config):
         # Names say nothing then, but the number of weights has to be the same.
         need, have = (sum(map(math.prod, shapes)) for shapes in (_unique(model).values(), found.values()))
         if have < need:

@@ -9,6 +9,7 @@ from pathlib import Path
 import image
 import image_engine
 import pytest
+from harness import SECRET, SMALL, launch, torchrun
 
 from slipway.errors import InputError
 
@@ -71,3 +72,36 @@ def no_gpu() -> str:
     import torch  # here: it takes seconds, and only tests with the mark need it
 
     return "" if torch.cuda.is_available() else "no CUDA GPU"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """trained(recipe) -> (folder, completed process); each recipe runs once, and saves its last step."""
+    done = {}
+
+    def once(recipe):
+        if recipe not in done:
+            folder = tmp_path_factory.mktemp(recipe) / "run"
+            flags = ["--train_sampling_strategy", "sequential", "--save_strategy", "steps", "--save_steps", 20]
+            result = launch(*SMALL, *flags, "--output_dir", folder, recipe=recipe, HF_TOKEN=SECRET)
+            done[recipe] = (folder, result)
+        folder, result = done[recipe]
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        return folder, result
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory):
+    """The folder that another_tool.py filled, with configs: config/, large_config/, untied/."""
+    import another_tool  # here: it imports deepspeed, which takes seconds
+
+    folder = tmp_path_factory.mktemp("other")
+    done = torchrun(ROOT / "tests/another_tool.py", folder, DS_ACCELERATOR="cpu", timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name, kind in (("config", {}), ("large_config", {"large": True}), ("untied", {"tied": False})):
+        config = another_tool.config(**kind)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder / name)
+    return folder

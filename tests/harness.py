@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FINETUNE = ROOT / "recipes" / "llama" / "finetune.py"
 TRAIN = ROOT / "recipes" / "bert" / "train.py"
 RECIPES = sorted(path.stem for path in FINETUNE.parent.glob("*.yaml"))
+NOT_HERE = {"qlora": "4-bit weights need a GPU", "zero3_nvme": "needs libaio and an NVMe disk"}
+SECRET = "hf_" + "Secret" * 5
 
 
 def run(*command: object, timeout: int = 280, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:

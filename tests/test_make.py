@@ -83,6 +83,12 @@ def test_values_arrive_as_they_were_typed(make):
     assert calls == [["scripts/generate.py", "--model", model, "--prompt", prompt]]
 
 
+def test_export_gets_a_checkpoint_and_a_folder(make):
+    words = ["CHECKPOINT=my run/checkpoint-4", "OUTPUT=o ut", "ARGS=--dtype bf16"]
+    want = ["scripts/export.py", "--checkpoint", "my run/checkpoint-4", "--output", "o ut", "--dtype", "bf16"]
+    assert make("export", *words)[1] == [want]
+
+
 def test_train_bert_needs_no_word_and_hands_on_those_it_gets(make):
     start = ["scripts/launch.py", "recipes/bert/train.py"]
     assert make("train-bert") == (0, [start], "")

@@ -5,11 +5,9 @@ import os
 
 import pytest
 import torch
-from harness import RECIPES, SMALL, launch, record
+from harness import NOT_HERE, RECIPES, SECRET, record
 
-SECRET = "hf_" + "Secret" * 5
 ADAPTERS = {"lora", "lora_zero3"}
-NOT_HERE = {"qlora": "4-bit weights need a GPU", "zero3_nvme": "needs libaio and an NVMe disk"}
 WHOLE = [name for name in RECIPES if name not in ADAPTERS | set(NOT_HERE)]
 GOT = {
     "ddp": ("DistributedDataParallel", 0, "none", "none"),
@@ -27,24 +25,6 @@ def umask():
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """trained(recipe) -> (folder, completed process); each recipe runs once."""
-    done = {}
-
-    def once(recipe):
-        if recipe not in done:
-            folder = tmp_path_factory.mktemp(recipe) / "run"
-            sequential = ["--train_sampling_strategy", "sequential"]
-            result = launch(*SMALL, *sequential, "--output_dir", folder, recipe=recipe, HF_TOKEN=SECRET)
-            done[recipe] = (folder, result)
-        folder, result = done[recipe]
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        return folder, result
-
-    return once
 
 
 @pytest.fixture(scope="session")
