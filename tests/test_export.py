@@ -13,9 +13,10 @@ import another_tool
 import pytest
 import torch
 from exports import assert_same, exported, foreign, make, read
-from harness import NOT_HERE, RECIPES, ROOT, record
+from harness import NOT_HERE, RECIPES, ROOT, forks, record
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from small_bert import write_model, write_texts
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slipway import export, models
 from slipway.errors import InputError
@@ -68,6 +69,20 @@ def test_an_adapter_stays_one_or_is_merged_as_peft_merges_it(recipe, trained, tm
     assert torch.equal(logits(tmp_path / "merged"), logits(tmp_path / "by_peft"))
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "merged" / name).read_text() == (tmp_path / "by_peft" / name).read_text(), name
+
+
+def test_a_classifier_is_exported_as_it_was_saved(tmp_path, capsys):
+    argv = ["--model", write_model(tmp_path / "model"), "--data", write_texts(tmp_path / "texts.csv", 40)]
+    argv += ["--max_steps", 5, "--save_steps", 2, "--report_to", "none", "--output_dir", tmp_path / "run"]
+    [(codes, said)] = forks(tmp_path, [{"argv": argv}])
+    assert codes == [0], said[-3000:]
+    ended, saved = tmp_path / "run", tmp_path / "run/checkpoint-4"
+    assert_same(make(ended, tmp_path / "end"), load_file(ended / "model.safetensors"))
+    assert "the model that the run saved at its end, step 5" in capsys.readouterr().err
+    assert_same(make(saved, tmp_path / "at 4"), load_file(saved / "model.safetensors"))
+    assert not torch.equal(*(read(tmp_path / name)["classifier.weight"] for name in ("end", "at 4")))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "at 4")
+    assert loaded.config.id2label == {0: "land", 1: "sea"}
 
 
 def test_an_adapters_fp32_copy_has_the_names_of_the_adapter(trained, tmp_path):
