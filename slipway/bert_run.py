@@ -1,5 +1,6 @@
 """What a BERT run keeps beside the weights: how far it is, what it got and cost, and whether a batch fits."""
 
+import math
 import time
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from slipway import memory, models, report, topology
 from slipway.bert_preflight import BertPlan
+from slipway.errors import InputError
 from slipway.record import Record
 
 
@@ -27,6 +29,19 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+    def made_step(self, norm: torch.Tensor, skipped: bool) -> None:
+        """Count an optimizer step. Raises InputError where the gradients' norm, the same on all ranks, is not finite.
+
+        skipped: fp16's loss scale was too high for this step, which is normal.
+        """
+        self.step, self.step_in_epoch = self.step + 1, self.step_in_epoch + 1
+        if not skipped and not math.isfinite(norm):
+            raise InputError(
+                f"step {self.step}: the norm of the gradients is {float(norm)}; nothing of this step is saved",
+                "a lower --learning_rate, more --warmup_steps, a smaller --max_grad_norm, or bf16 for fp16, in another "
+                "OUTPUT; the checkpoints before it are good",
+            )
 
     def evaluated(self, found: dict[str, float]) -> int:
         """Note an epoch's evaluation; the number of epochs since the lowest held-out loss."""

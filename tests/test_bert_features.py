@@ -5,6 +5,8 @@ import torch
 from harness import forks, record
 from small_bert import write_model, write_texts
 
+from slipway import manifest
+
 # 97 texts: 90 to train on, which are 5 steps of 16 and one of 10; 7 held out, for 2 ranks of 2 rows at once.
 ROWS, EPOCHS, SIXTH = 97, 2, 6
 SKIP = "batches = accelerator.skip_first_batches(loader, done) if done else loader"
@@ -71,6 +73,7 @@ def jobs(folder):
         "compiled": job(folder, "compiled", "--torch_compile_backend", "aot_eager", **one),
         "patient": job(folder, "patient", "--patience", 1, "--num_train_epochs", 6, "--learning_rate", 3.0),
         "rank 1 stops": job(folder, "rank 1 stops", change=[(PATIENT, ONE_RANK)]),
+        "diverges": job(folder, "diverges", "--learning_rate", 1e30, "--save_steps", 1, "--save_total_limit", 99),
         "tracked": job(folder, "tracked", "--report_to", "tensorboard"),
     }
     mutants = {name: job(folder, name, change=[change]) for name, change in MUTANTS.items()}
@@ -168,6 +171,15 @@ def test_a_run_stops_on_all_ranks_where_the_held_out_loss_rises(runs, folder):
 
 def test_one_rank_is_enough_to_stop_all(runs, folder):
     assert len(finished(runs, folder, "rank 1 stops")["evaluations"]) == 1
+
+
+def test_gradients_that_are_no_number_end_the_run_on_all_ranks_before_they_are_saved(runs, folder):
+    codes, said = runs("diverges")
+    assert codes == [2, 2], said[-3000:]
+    assert said.count("error: ") == 1 and ": the norm of the gradients is nan; nothing of this step is saved" in said
+    saved = manifest.newest(folder / "diverges")[0].step
+    assert f"error: step {saved + 1}: " in said
+    assert not (folder / "diverges" / "model.safetensors").exists()
 
 
 def test_tensorboard_shows_what_run_json_holds(runs, folder):

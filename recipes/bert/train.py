@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
             if not accelerator.sync_gradients:
                 continue
 
-            progress.step, progress.step_in_epoch = progress.step + 1, progress.step_in_epoch + 1
+            progress.made_step(norm, accelerator.optimizer_step_was_skipped)  # stops on all ranks at a NaN
             clock.stop()
             if progress.step % args.logging_steps == 0 or progress.step in (1, plan.steps):
                 logs = {"loss": accelerator.reduce(step_loss, "sum").item(), "grad_norm": float(norm)}
