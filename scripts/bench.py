@@ -1,4 +1,5 @@
-"""Compare useful tokens/s of the default recipe with a plain padding Trainer and with a bare torch loop, in one run.
+"""Compare useful tokens/s of the default recipe with a plain padding Trainer and with a bare torch loop, in one run;
+and clock how long a checkpoint lets the training stand still, and how long a resume takes to the first step.
 
     make bench
     python scripts/bench.py --model_name_or_path tiny-llama --steps 3     # a quick look at the table
@@ -9,6 +10,7 @@ Same model, rows, max_length and tokens per micro-batch in all three. Useful tok
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from slipway import report, topology
+from slipway import manifest, memory, record, report, topology
 from slipway.errors import InputError, stop_on_bad_input
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,32 +48,13 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = {"recipe": recipe(asked, world, Path(folder))}
         results |= {job: _start(job, asked, world, folder) for job in JOBS}
-    show(results, asked.steps)
+        saved = saving(asked, world, Path(folder) / "saving")
+    show(results, asked.steps, saved)
 
 
 def recipe(asked: argparse.Namespace, world: topology.World, folder: Path) -> dict[str, float]:
     """The default recipe as a user starts it; its speed from run.json."""
-    flags = {
-        "model_name_or_path": asked.model_name_or_path,
-        "dataset_name": "docstrings",
-        "output_dir": folder / "recipe",
-        "max_length": asked.max_length,
-        "per_device_train_batch_size": MICRO_BATCH,
-        "gradient_accumulation_steps": 1,
-        "gradient_checkpointing": "false",
-        "max_steps": asked.steps + 1,
-        "logging_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "held_out_rows": 0,
-        "samples": 0,
-        "report_to": "none",
-    }
-    words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
-    script = ROOT / "recipes/llama/finetune.py"
-    command = [sys.executable, ROOT / "scripts/launch.py", "--nproc", str(world.size), script]
-    _run([*command, "--config", script.parent / f"{RECIPE}.yaml", *words])
-    content = json.loads((folder / "recipe" / "run.json").read_text())
+    content = _recipe(asked, world, folder / "recipe", max_steps=asked.steps + 1)
     seconds, losses = content["cost"]["step_s"][1:], content["losses"]
     return {
         "useful": losses[-1]["num_tokens"] - losses[0]["num_tokens"],
@@ -79,6 +62,48 @@ def recipe(asked: argparse.Namespace, world: topology.World, folder: Path) -> di
         "seconds": sum(seconds),
         "first_step": content["cost"]["launch_to_first_step_s"],
     }
+
+
+def saving(asked: argparse.Namespace, world: topology.World, folder: Path) -> dict[str, float]:
+    """Two steps of the recipe, each saved; then on from the first checkpoint, as after a kill."""
+    flags = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    content = _recipe(asked, world, folder, **flags)
+    stalls = [event["seconds"] for event in content["history"] if event["event"] == "saved"]
+    first = manifest.read(manifest.folder_of(folder, 1), checksums=False)
+    shutil.rmtree(manifest.folder_of(folder, 2))
+    shutil.copyfile(first.path / record.FILE, folder / record.FILE)
+    resumed = _recipe(asked, world, folder, **flags, resume="auto")
+    return {
+        "bytes": first.bytes,
+        "stall": max(stalls),
+        "first_step": content["cost"]["launch_to_first_step_s"],
+        "resumed_first_step": resumed["cost"]["launch_to_first_step_s"],
+    }
+
+
+def _recipe(asked: argparse.Namespace, world: topology.World, output: Path, **more: object) -> dict[str, Any]:
+    """The default recipe, started as a user does; its run.json."""
+    flags = {
+        "model_name_or_path": asked.model_name_or_path,
+        "dataset_name": "docstrings",
+        "output_dir": output,
+        "max_length": asked.max_length,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": "false",
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "held_out_rows": 0,
+        "samples": 0,
+        "report_to": "none",
+        **more,
+    }
+    words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+    script = ROOT / "recipes/llama/finetune.py"
+    command = [sys.executable, ROOT / "scripts/launch.py", "--nproc", str(world.size), script]
+    _run([*command, "--config", script.parent / f"{RECIPE}.yaml", *words])
+    return record.read(output)
 
 
 def padded(asked: argparse.Namespace) -> dict[str, float]:
@@ -216,8 +241,8 @@ def _run(command: list[Any], env: dict[str, str] | None = None) -> None:
         raise InputError(f"a job of the benchmark failed with exit code {done.returncode}", "see the lines above")
 
 
-def show(results: dict[str, dict[str, float]], steps: int) -> None:
-    """The table and the two ratios."""
+def show(results: dict[str, dict[str, float]], steps: int, saved: dict[str, float]) -> None:
+    """The table, the two ratios, and what saving and resuming take."""
     names = {
         "recipe": f"recipe {RECIPE}, packed",
         "padded": "plain Trainer, padded to the longest row",
@@ -236,6 +261,10 @@ def show(results: dict[str, dict[str, float]], steps: int) -> None:
     out.print(f"recipe / plain Trainer: {rate['recipe'] / rate['padded']:.2f}x")
     out.print(f"recipe / bare loop:     {rate['recipe'] / rate['bare']:.2f}x")
     out.print(f"launch to the end of the first step, warm: {results['recipe']['first_step']:.1f} s")
+    gib, stall = saved["bytes"] / memory.GIB, saved["stall"]
+    out.print(f"a checkpoint of {gib:.3f} GiB: training stands still for {stall:.1f} s ({gib / stall:.2f} GiB/s)")
+    again, first = saved["resumed_first_step"], saved["first_step"]
+    out.print(f"resume: {again:.1f} s from launch to the end of the first step ({first:.1f} s at the first start)")
 
 
 if __name__ == "__main__":

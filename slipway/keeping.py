@@ -8,6 +8,7 @@ removal happens here, when the new one is known to be whole.
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Keep(TrainerCallback):
     def _make_way(self, args: Any, state: Any, control: Any) -> None:
         # What the Trainer sums up for its log is not saved: logged first, a resumed run logs the same numbers.
         control.should_log = True
+        self.began = time.perf_counter()
         output, step = Path(args.output_dir), state.global_step
         short = self._gather(
             manifest.make_room(output, self.size, self.limit, self.run.content["run_id"]) if self.rank == 0 else ""
@@ -70,7 +72,8 @@ class Keep(TrainerCallback):
             files = {name: file for share in shares for name, file in share.items()}
             facts = {"run_id": self.run.content["run_id"], **self.facts}
             manifest.seal(folder, facts, files)
-            self.run.event("saved", state.global_step)
+            stall = time.perf_counter() - self.began  # of the training; what is removed now is not needed for it
+            self.run.event("saved", state.global_step, seconds=round(stall, 3))
             manifest.rotate(output, self.limit, facts["run_id"])
 
     def _gather(self, mine: Any) -> list[Any]:

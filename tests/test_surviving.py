@@ -70,6 +70,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(whole, tmp_path
     assert "going on after step 16" in done.stdout
     assert "step 16/" not in done.stdout and "step 17/" in done.stdout
     events = [(event["event"], event["step"]) for event in record(tmp_path / "run")["history"]]
+    assert all(event["seconds"] > 0 for event in record(tmp_path / "run")["history"] if event["event"] == "saved")
     saved = [("saved", step) for step in (32, 48)]
     assert events == [("start", 0), ("stop", None), ("start", 16), *saved, ("finished", STEPS)]
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-32", "checkpoint-48"}
