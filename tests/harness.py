@@ -114,6 +114,11 @@ class Running:
         """The ranks' processes, rank 0 first."""
         return [child for child in psutil.Process(self.process.pid).children() if str(self.script) in child.cmdline()]
 
+    def shared(self, name: str) -> set[str]:
+        """Files in /dev/shm of that name which rank 0 has mapped, as proc(5) tells them."""
+        maps = Path(f"/proc/{self.ranks()[0].pid}/maps").read_text()
+        return {line.split(maxsplit=5)[5] for line in maps.splitlines() if f"/dev/shm/{name}" in line}
+
     def code(self, family: list[psutil.Process], timeout: float = 100) -> int:
         """The exit code; none of `family` may be left running."""
         code = self.process.wait(timeout)
