@@ -232,6 +232,7 @@ def check(argv: list[str], world: World) -> BertPlan:
             eval_source=args.eval_data,
             max_rows=args.max_rows,
         )
+        notices += data.notes
     plan = BertPlan(began, args, world, folder, model, data, resume, notices)
     if resume:
         checkpoints.must_agree(resume, plan.decides())

@@ -11,6 +11,7 @@ import csv
 import difflib
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,8 +224,10 @@ def _csv(path: Path) -> Iterator[Row]:
     lines = (line for _, line in _lines(path))
     reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
+    start, behind = 1, 1  # the row's first line, and that behind it: a row may be many lines long
     try:
         for fields in reader:
+            start, behind = behind, reader.line_num + 1
             if not fields:
                 continue
             if header is None:
@@ -232,19 +235,24 @@ def _csv(path: Path) -> Iterator[Row]:
                 continue
             if len(fields) != len(header):
                 raise InputError(
-                    f"{path}:{reader.line_num}: {len(fields)} fields, but the header has {len(header)}: "
-                    f"{', '.join(header)}",
+                    f"{path}:{start}: {len(fields)} fields, but the header has {len(header)}: {', '.join(header)}",
                     'put "quotes" around fields that hold commas or line ends',
                 )
-            yield Row(f"{path}:{reader.line_num}", dict(zip(header, fields, strict=True)))
+            yield Row(f"{path}:{start}", dict(zip(header, fields, strict=True)))
     except csv.Error as error:
-        raise InputError(f"{path}:{reader.line_num}: no valid CSV ({error})", "mend the quotes of this row") from error
+        raise InputError(f"{path}:{behind}: no valid CSV ({error})", "mend the quotes of this row") from error
 
 
 def _header(path: Path, fields: list[str]) -> list[str]:
     twice = {name for name in fields if fields.count(name) > 1}
     if twice:
         raise InputError(f"{path}:1: the header names {', '.join(sorted(twice))} twice", "rename one of them")
+    other = re.search(r"[;\t|]", fields[0])
+    if len(fields) == 1 and other:
+        raise InputError(
+            f"{path}:1: the header is one column, {fields[0]!r}; {other[0]!r} seems to separate its fields",
+            "write the file anew with commas between the fields",
+        )
     return fields
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +37,13 @@ class Text(NamedTuple):
 
 @dataclass
 class Labelled:
-    """Rows to train on and to measure on."""
+    """Rows to train on and to measure on; notes: what in them a person should look at."""
 
     source: str
     classes: tuple[str, ...]
     train: list[Text]
     held_out: list[Text]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:
@@ -71,11 +72,16 @@ def prepare(
             raise InputError(f"{where}: class {name!r} is not in {source}", "train on rows of that class too")
     train, measured = ([Text(words, numbers[name]) for _, words, name in side] for side in sides)
     if not train or not measured:
+        if len({words for _, words, _ in rows}) == 1:
+            raise InputError(
+                f"{source}: all {len(rows)} rows have the same {text}, {_short(rows[0][1])}",
+                f"is another column the text? --text_column names it (now {text!r})",
+            )
         raise InputError(
             f"{source}: {len(rows)} rows give {len(train)} to train on and {len(measured)} to measure on",
             "give more rows, another --held_out, or an --eval_data",
         )
-    return Labelled(source, classes, train, measured)
+    return Labelled(source, classes, train, measured, _notes(classes, rows))
 
 
 def _read(source: str, text: str, label: str, max_rows: int | None) -> list[tuple[str, str, str]]:
@@ -144,6 +150,29 @@ def _classes(source: str, column: str, rows: list[tuple[str, str, str]]) -> tupl
         )
     whole = all(re.fullmatch(r"-?\d+", name) for name in count)
     return tuple(sorted(count, key=int if whole else str))
+
+
+def _notes(classes: tuple[str, ...], rows: list[tuple[str, str, str]]) -> list[str]:
+    """Classes that are in part numbers, and texts of more than one class: neither is wrong, both are often a slip."""
+    found = []
+    numbers = [name for name in classes if _number(name) is not None]
+    if numbers and len(numbers) < len(classes):
+        words = next(name for name in classes if name not in numbers)
+        found.append(f"some classes are numbers, such as {numbers[0]}, and others words, such as {words!r}")
+    first: dict[str, tuple[str, str]] = {}
+    twice = {}
+    for where, words, name in rows:
+        was, before = first.setdefault(words, (where, name))
+        if before != name:
+            twice.setdefault(words, f"{was} {before!r}, {where} {name!r}")
+    if twice:
+        number = "1 text is" if len(twice) == 1 else f"{len(twice):,} texts are"
+        found.append(f"{number} there with more than one class: {next(iter(twice.values()))}")
+    return found
+
+
+def _short(words: str) -> str:
+    return repr(words if len(words) <= 40 else words[:37] + "...")
 
 
 def _number(name: str) -> float | None:

@@ -30,6 +30,11 @@ CASES = {
     "header alone": ({"a.csv": "text,label\n"}, ["--data", "{d}/a.csv"], ["a.csv is empty"]),
     "no such file": ({"texts.csv": GOOD}, ["--data", "{d}/text.csv"], ["text.csv: no such file", "texts.csv"]),
     "one class": ({"a.csv": "text,label\nx,a\ny,a\n"}, ["--data", "{d}/a.csv"], ["all 2 rows have the label 'a'"]),
+    "one text": (
+        {"a.csv": "text,label\nx,a\nx,b\nx,a\n"},
+        ["--data", "{d}/a.csv"],
+        ["a.csv: all 3 rows have the same text, 'x'", "--text_column"],
+    ),
     "label is null": (
         {"a.jsonl": lines({"text": "x", "label": "a"}, {"text": "y", "label": None})},
         ["--data", "{d}/a.jsonl"],

@@ -29,6 +29,17 @@ def test_numbers_as_classes_are_ordered_by_value(tmp_path):
     assert data.classes == ("0", "5", "10")
 
 
+def test_what_is_often_a_slip_is_said_and_what_is_not_is_not(tmp_path):
+    rows = [(f"text {n}", ("0", "2", "neg")[n % 3]) for n in range(30)]
+    mixed = "some classes are numbers, such as 0, and others words, such as 'neg'"
+    assert labelled.prepare(write(tmp_path / "a.csv", *rows)).notes == [mixed]
+    rows = [(f"text {n}", "ab"[n % 2]) for n in range(20)]
+    assert labelled.prepare(write(tmp_path / "b.csv", *rows, rows[0])).notes == []
+    twice = labelled.prepare(write(tmp_path / "c.csv", *rows, ("text 0", "b"), ("text 0", "a"), ("text 3", "a")))
+    where = tmp_path / "c.csv"
+    assert twice.notes == [f"2 texts are there with more than one class: {where}:2 'a', {where}:22 'b'"]
+
+
 def test_a_fingerprint_tells_each_change(tmp_path):
     rows = [(f"text {n}", "ab"[n % 2]) for n in range(20)]
     prints = {
