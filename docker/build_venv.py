@@ -16,6 +16,8 @@ import dist_record
 from fill_venv import Steps
 
 HERE = Path(__file__).resolve().parent
+# What nothing reads: libraries that a linker puts into programs that profile, and pandas' own tests; 0.12 GB.
+UNUSED = {"triton": "triton/backends/nvidia/lib/cupti/*.a", "pandas": "pandas/tests/**/*"}
 
 
 def main(venv: Path) -> None:
@@ -28,6 +30,8 @@ def main(venv: Path) -> None:
     (packages,) = venv.glob("lib/python3.*/site-packages")
     forget_excluded(packages)
     keep_one_bitsandbytes(packages, venv)
+    for package, pattern in UNUSED.items():
+        drop(packages, package, [file for file in packages.glob(pattern) if file.is_file()])
     prove(venv)
 
 
@@ -50,12 +54,19 @@ def keep_one_bitsandbytes(packages: Path, venv: Path) -> None:
     cuda = subprocess.check_output([venv / "bin/python", "-c", code], text=True).strip()
     kept = [packages / f"bitsandbytes/libbitsandbytes_{name}.so" for name in (f"cuda{cuda}", "cpu")]
     dropped = [file for file in packages.glob("bitsandbytes/libbitsandbytes_*.so") if file not in kept]
-    for file in dropped:
-        file.unlink()
-    (info,) = packages.glob("bitsandbytes-*.dist-info")
-    dist_record.update(info / "RECORD", dropped)
+    drop(packages, "bitsandbytes", dropped)
     if not all(file.exists() for file in kept):
         raise SystemExit(f"bitsandbytes has no library for CUDA {cuda}")
+
+
+def drop(packages: Path, package: str, files: list[Path]) -> None:
+    """Removes files of a package, from its list of files too. None to remove: the package has changed, so look again."""
+    if not files:
+        raise SystemExit(f"{package} no longer has the files that are left out of it")
+    for file in files:
+        file.unlink()
+    (info,) = packages.glob(f"{package}-*.dist-info")
+    dist_record.update(info / "RECORD", files)
 
 
 def prove(venv: Path) -> None:
