@@ -24,7 +24,7 @@ comma := ,
 space := $() $()
 recipes := $(subst $(space),$(comma)$(space),$(sort $(basename $(notdir $(wildcard recipes/llama/*.yaml)))))
 MAKEFLAGS += --no-print-directory
-.PHONY: help venv verify lock finetune-llama train-bert export generate bench scaling test soak lint clean image image-test image-size shell
+.PHONY: help venv verify lock finetune-llama resume-plan train-bert export generate bench scaling test soak lint clean image image-test image-size shell
 
 help:  ## list the targets and recipes
 	@$(or $(SLIPWAY_PYTHON),python3) scripts/help.py
@@ -42,6 +42,10 @@ lock: venv  ## rewrite docker/requirements.lock, and README's table of pins, fro
 finetune-llama: recipes/llama/$(RECIPE).yaml venv  ## fine-tune: RECIPE= MODEL= DATA= OUTPUT= NPROC= ATTN= RESUME= RESTARTS= ARGS='--flag value'
 	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) $(call flag,--restarts,RESTARTS) recipes/llama/finetune.py --config $< \
 	$(call flag,--model_name_or_path,MODEL) $(call flag,--dataset_name,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--attn,ATTN) $(call flag,--resume,RESUME) $(ARGS)
+
+resume-plan: recipes/llama/$(RECIPE).yaml venv  ## what RESUME=auto would do, and what it takes, with nothing started: as finetune-llama
+	@exec $(PYTHON) scripts/launch.py $(call flag,--nproc,NPROC) --resume_plan recipes/llama/finetune.py --config $< \
+	$(call flag,--model_name_or_path,MODEL) $(call flag,--dataset_name,DATA) $(call flag,--output_dir,OUTPUT) $(call flag,--attn,ATTN) --resume "$${SLIPWAY_RESUME:-auto}" $(ARGS)
 
 recipes/llama/%.yaml:
 	$(if $(wildcard $@),,$(error No recipe $*. Recipes: $(recipes)))

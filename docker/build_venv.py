@@ -60,7 +60,7 @@ def keep_one_bitsandbytes(packages: Path, venv: Path) -> None:
 
 
 def drop(packages: Path, package: str, files: list[Path]) -> None:
-    """Removes files of a package, from its list of files too. None to remove: the package has changed, so look again."""
+    """Removes files of a package, from its list of files too. Stops where there are none: the package has changed."""
     if not files:
         raise SystemExit(f"{package} no longer has the files that are left out of it")
     for file in files:

@@ -1,10 +1,12 @@
 """Check a recipe's arguments, then run it on every GPU of this machine, or on two CPU ranks where there is none.
 
     python scripts/launch.py [--nproc N] [--restarts N] recipes/llama/finetune.py --config recipes/llama/zero3.yaml ...
+    python scripts/launch.py --resume_plan ...       # what a resume would do; nothing is started or changed
 
 A recipe is a script with a module `preflight` in it: `check(argv, world)` gives a plan, and `print_help()`. The plan
 has the `output` folder that the ranks are told by --output_dir; `before_ranks()`, which is called once; `limits()`,
-which the ranks are watched by (slipway.watch); and `last_good()`, the step that a stopped run can go on from.
+which the ranks are watched by (slipway.watch); `last_good()`, the step that a stopped run can go on from; and
+`resume_rows()`, what a resume would do.
 
 Exit codes: 0 done, 1 a rank failed, 2 bad input (nothing was started or changed), 75 stopped by a signal with a
 checkpoint that --resume auto goes on from, 130 (Ctrl-C) or 143 (SIGTERM) stopped without one.
@@ -28,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--nproc", type=int, help="ranks; a rank per GPU, or 2 without a GPU, if left out")
     parser.add_argument("--restarts", type=int, default=0, help="how often a failed run is started again by itself")
+    parser.add_argument("--resume_plan", action="store_true", help="say what a resume would do, and start nothing")
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args(argv)
@@ -43,6 +46,9 @@ def main(argv: list[str]) -> int:
         recipe.preflight.print_help()
         return 0
     plan = recipe.preflight.check(asked.arguments, world)
+    if asked.resume_plan:
+        report.show_rows(plan.resume_rows())
+        return 0
     plan.before_ranks()
     os.environ["SLIPWAY_WORLD_SIZE"] = str(world.size)
     return _run(world.size, asked.script, asked.arguments, plan, asked.restarts)

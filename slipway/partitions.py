@@ -51,8 +51,9 @@ class _Piece:
 class Partitions:
     """A folder such as global_step24. tensors: by name, tied ones once; aliases: the other names of tied ones.
 
-    has_fp32: whether the fp32 master weights are there. Raises InputError where a rank's file is missing or broken, and
-    for models that are divided in other ways than by ZeRO.
+    has_fp32: whether the fp32 master weights are there. firsts: rank 0's files, of the optimizer and of the model.
+
+    Raises InputError where a rank's file is missing or broken, and for models that are divided otherwise than by ZeRO.
     """
 
     def __init__(self, folder: Path, trust_pickle: bool = False):
@@ -68,29 +69,37 @@ class Partitions:
         self._module = first["module"]
         self.aliases: dict[str, str] = dict(first.get("shared_params") or {})
         self.has_fp32 = bool(optimizer)
+        self.firsts = [files[min(files)] for files in (optimizer, model) if files]  # of the optimizer, of the model
         if optimizer:
             self._add_trained(optimizer, [dict(group) for group in first["param_shapes"]])
             self._add_frozen(model, first)
         self._add_stored(model[min(model)])
         del self._module
 
+    def trained(self) -> list[str]:
+        """Names of the parameters that were trained, whose moments are there too."""
+        return [name for name, pieces in self._pieces.items() if pieces[0].key[0] == "fp32"]
+
     def files(self) -> list[Path]:
         """The files that are read from."""
         return sorted({piece.file for pieces in self._pieces.values() for piece in pieces})
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str], torch.Tensor]]:
-        """A function that reads a tensor by its name. On leaving, the files' mapped pages are let go of."""
+    def opened(self) -> Iterator[Callable[..., torch.Tensor]]:
+        """A function that reads a tensor by its name; with "exp_avg" or "exp_avg_sq" besides, Adam's moment of it.
+
+        On leaving, the files' mapped pages are let go of.
+        """
         files: dict[Path, dict[Hashable, torch.Tensor]] = {}
 
-        def part(piece: _Piece) -> torch.Tensor:
+        def part(piece: _Piece, kind: str) -> torch.Tensor:
             if piece.file not in files:
                 files[piece.file] = _flats(self._load(piece.file))
-            return files[piece.file][piece.key][piece.start : piece.stop]
+            return files[piece.file][kind or piece.key[0], piece.key[1]][piece.start : piece.stop]
 
-        def read(name: str) -> torch.Tensor:
+        def read(name: str, kind: str = "") -> torch.Tensor:
             shape = self.tensors[name].shape
-            return torch.cat([part(piece) for piece in self._pieces[name]])[: math.prod(shape)].view(shape)
+            return torch.cat([part(piece, kind) for piece in self._pieces[name]])[: math.prod(shape)].view(shape)
 
         try:
             yield read
@@ -211,8 +220,12 @@ def _fp32(state: dict[str, Any]) -> list[torch.Tensor]:
 def _flats(content: dict[str, Any]) -> dict[Hashable, torch.Tensor]:
     """All tensors of one file, flat, by the keys of _Piece."""
     found: dict[Hashable, torch.Tensor] = {}
-    for number, flat in enumerate(_fp32(content.get("optimizer_state_dict") or {})):
+    state = content.get("optimizer_state_dict") or {}
+    for number, flat in enumerate(_fp32(state)):
         found["fp32", number] = flat
+    moments = (state.get("optimizer_state_dict") or state.get("base_optimizer_state") or {}).get("state", {})
+    for number, values in moments.items():
+        found |= {(kind, number): values[kind] for kind in ("exp_avg", "exp_avg_sq") if kind in values}
     for kind, key in (("frozen", "frozen_param_fragments"), ("module", "module")):
         found |= {(kind, name): tensor.flatten() for name, tensor in (content.get(key) or {}).items()}
     return found

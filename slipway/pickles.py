@@ -46,7 +46,7 @@ def load(file: Path, trust: bool = False) -> Any:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         if trust:
-            return _load_all(file)
+            return load_all(file)
         raise InputError(
             f"{file} holds more than weights ({_named(error)}), and loading that can run any program",
             "if you know who wrote it and trust them: --trust_pickle",
@@ -55,7 +55,8 @@ def load(file: Path, trust: bool = False) -> Any:
         raise _broken(file, error) from error
 
 
-def _load_all(file: Path) -> Any:
+def load_all(file: Path) -> Any:
+    """All that a .pt file holds, its tensors mapped from the disk. Its pickle is run: for files of known origin."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
     except (ImportError, AttributeError) as error:

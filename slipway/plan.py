@@ -128,6 +128,10 @@ class Plan:
         found, _ = manifest.newest(self.output, run_id, checksums=False)
         return found.step if found else None
 
+    def resume_rows(self) -> list[tuple[str, str]]:
+        """(what, value) lines on the resume that was asked for, judged by names and sizes."""
+        return resume.rows(self)
+
     def checkpoint_bytes(self) -> int:
         """What one checkpoint takes on disk: as the last one did, else by estimate."""
         if self.start.checkpoint:

@@ -7,7 +7,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slipway import arguments, attention, ds_config, encode, limits, memory, models, ops, output, resume, topology
+from slipway import (
+    arguments,
+    attention,
+    ds_config,
+    encode,
+    limits,
+    memory,
+    models,
+    ops,
+    output,
+    resume,
+    topology,
+    universal,
+)
 from slipway.arguments import Asked, print_help
 from slipway.errors import InputError
 from slipway.plan import Plan
@@ -37,6 +50,7 @@ def check(argv: list[str], world: World) -> Plan:
     limits.check(asked, world)
     notices = _demonstrate(asked, world)
     folder = check_output(asked)
+    notices += universal.keep_global_batch(asked, world, resume.newest(folder, asked))
     precision = topology.precision(world, *_asked_precision(asked))
     _set_precision(asked, precision)
     config, ds_path = _read_ds_config(asked)

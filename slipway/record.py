@@ -52,7 +52,8 @@ class Record:
         history = self.content["history"]
         if history and history[-1]["event"] != "stop":
             self.event("stop", None, cause="not recorded: it was killed, or the machine went down")
-        self.event("start", at.step, **({"checkpoint": at.path, "passed_over": at.lines} if history else {}))
+        resumed = {"checkpoint": at.path, "passed_over": at.lines} if history else {}
+        self.event("start", at.step, **resumed, **({"conversion": at.conversion} if at.conversion else {}))
 
     def event(self, event: str, step: int | None, **more: Any) -> None:
         """Add a line to the run's history, and write the file."""

@@ -97,6 +97,8 @@ def show_start(start: Any) -> None:
         console().print(f"resume: {line}", highlight=False, soft_wrap=True)
     if start.checkpoint:
         console().print(f"resume: going on after step {start.step}, from {start.path}", highlight=False, soft_wrap=True)
+        if start.conversion:
+            console().print(f"resume: converted {start.conversion}", highlight=False, soft_wrap=True)
     elif start.earlier:
         console().print("resume: no complete checkpoint; from the start", highlight=False)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipway import manifest, record, topology
+from slipway import manifest, memory, record, topology, universal
 from slipway.arguments import Asked, as_plain
 from slipway.errors import InputError
 
@@ -36,11 +36,14 @@ _DATA = ("dataset_name", "dataset_config", "dataset_train_split", "shape", "colu
 
 @dataclass
 class Start:
-    """Where a run starts: at a checkpoint, or at step 0. lines: what to tell of those passed over."""
+    """Where a run starts: at a checkpoint, or at step 0. lines: what to tell of those passed over; conversion: what is
+    to be said of one that has to be converted (see slipway.universal), empty if none; converted: where it then lies."""
 
     checkpoint: manifest.Checkpoint | None = None
     earlier: dict[str, Any] | None = None  # the run's record up to here
     lines: list[str] = field(default_factory=list)
+    conversion: str = ""
+    converted: Path | None = None
 
     @property
     def step(self) -> int:
@@ -49,6 +52,11 @@ class Start:
     @property
     def path(self) -> str | None:
         return str(self.checkpoint.path) if self.checkpoint else None
+
+    @property
+    def read_from(self) -> str | None:
+        """The folder that the Trainer loads."""
+        return str(self.converted) if self.converted else self.path
 
 
 def wanted(asked: Asked) -> str | None:
@@ -137,8 +145,8 @@ def _is_free(key: str) -> bool:
     return key in _FREE or key.startswith(_FREE_PREFIXES) or key.endswith("token")
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each thing that is not as it was."""
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Each thing that is not as it was, and a line that says so."""
     before, now = dict(before), dict(now)
     rows = [before.pop("data_arguments"), now.pop("data_arguments")]
     before |= before.pop("arguments")
@@ -147,7 +155,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         rows = [{}, {}]  # the same rows in the same order, whatever they were called
     pairs = [(key, before.get(key), now.get(key)) for key in [*before, *(set(now) - set(before))]]
     pairs += [(key, rows[0].get(key), rows[1].get(key)) for key in rows[0]]
-    return [f"{key}: {was} then, {is_} now" for key, was, is_ in pairs if was != is_]
+    return {key: f"{key}: {was} then, {is_} now" for key, was, is_ in pairs if was != is_}
 
 
 def find(plan: "Plan", checksums: bool = False) -> Start:
@@ -161,12 +169,53 @@ def find(plan: "Plan", checksums: bool = False) -> Start:
         found, lines = _asked_for(path, found, checksums), []
     if found is None:
         return Start(None, earlier, lines)
-    wrong = differences(found.facts["asked"], identity(plan))
+    was, now = found.facts["asked"], identity(plan)
+    wrong = differences(was, now)
+    if wrong and not universal.bridges(was, now, set(wrong)):
+        raise _refusal(found, list(wrong.values()))
+    conversion = ""
     if wrong:
-        raise _refusal(found, wrong)
+        universal.check_room(found)
+        conversion = universal.describe(was, now, len(plan.data.train))
     # The record that was saved with the weights, with a history that may have gone on since.
     saved = record.read(found.path) or {}
-    return Start(found, saved | {"history": (earlier or saved).get("history", [])}, lines)
+    return Start(found, saved | {"history": (earlier or saved).get("history", [])}, lines, conversion)
+
+
+def newest(output: Path, asked: Asked) -> manifest.Checkpoint | None:
+    """The checkpoint that will be gone on from, judged by names and sizes; None for a new run."""
+    path = wanted(asked)
+    if not path or (asked.get("overwrite") and not _begun(output)):
+        return None
+    found, _ = manifest.newest(output, (record.read(output) or {}).get("run_id"), checksums=False)
+    return found if path == AUTO else _asked_for(path, found, checksums=False)
+
+
+def rows(plan: "Plan") -> list[tuple[str, str]]:
+    """(what, value) lines: from which checkpoint the planned run would go on, what is converted for it, and what that
+    takes, by the rate of the last save."""
+    start = find(plan)
+    told = [("passed over", line) for line in start.lines]
+    if not start.checkpoint:
+        return [*told, ("goes on", f"from nowhere: there is no complete checkpoint in {plan.output}")]
+    steps, here = plan.asked.get("max_steps"), start.checkpoint
+    last = f" of {steps}" if steps > 0 else ""
+    told += [("goes on", f"after step {start.step}{last}, from {here.path} ({here.bytes / memory.GIB:.3f} GiB)")]
+    told += [("note", notice) for notice in plan.notices]
+    moved, seconds = here.bytes, [event["seconds"] for event in start.earlier["history"] if event["event"] == "saved"]
+    if start.conversion:
+        need, free = universal.size(here), memory.free_disk(plan.output)
+        moved += need
+        told += [("converted", start.conversion)]
+        told += [("disk", f"{need / memory.GIB:.3f} GiB more in {plan.output} for the time of the start; "
+                          f"{free / memory.GIB:.1f} are free")]  # fmt: skip
+    else:
+        told += [("converted", "nothing: ranks, ZeRO stage and offload are as they were")]
+    if seconds:
+        rate = here.bytes / seconds[-1]
+        told += [("time", f"about {moved / rate:.0f} s to read and convert it, at the {rate / memory.GIB:.2f} GiB/s of "
+                          "the last save; then what a first start takes")]  # fmt: skip
+    return told
 
 
 def _begun(output: Path) -> bool:
@@ -210,6 +259,9 @@ def agree(plan: "Plan") -> Start:
     if os.environ["RANK"] == "0":
         try:
             found = [find(plan, checksums=True)]
+            universal.remove(plan.output)
+            if found[0].conversion:
+                found[0].converted = universal.convert(found[0].checkpoint, plan)
         except InputError as error:
             found = [error]
     if plan.world.size > 1 and wanted(plan.asked):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipway import manifest
+from slipway import manifest, topology
+from slipway.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 FINETUNE = ROOT / "recipes" / "llama" / "finetune.py"
@@ -218,3 +220,26 @@ def newest(folder):
         missing = {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", *optimizer} - set(found.files)
         assert not missing, missing
     return found
+
+
+def ended_at(step, run, folder):
+    """`folder` as the run would have left it, had it been killed just after it saved at `step`."""
+    folder.mkdir()
+    for checkpoint in run.glob("checkpoint-*"):
+        if int(checkpoint.name.split("-")[1]) <= step:
+            shutil.copytree(checkpoint, folder / checkpoint.name)
+    shutil.copyfile(run / f"checkpoint-{step}" / "run.json", folder / "run.json")
+
+
+def check(out, *arguments, recipe="ddp", nproc=2):
+    """What the launcher checks before it starts anything."""
+    from slipway import preflight  # here: it imports transformers, which takes seconds
+
+    words = ["--config", FINETUNE.parent / f"{recipe}.yaml", *SAVING, "--output_dir", out, *arguments]
+    return preflight.check([str(word) for word in words], topology.plan(nproc))
+
+
+def refusal(*args, **kwargs):
+    with pytest.raises(InputError) as found:
+        check(*args, **kwargs)
+    return str(found.value)

@@ -83,6 +83,14 @@ def test_values_arrive_as_they_were_typed(make):
     assert calls == [["scripts/generate.py", "--model", model, "--prompt", prompt]]
 
 
+def test_the_plan_of_a_resume_is_asked_with_the_words_of_the_start(make):
+    words = ["RECIPE=zero2", "NPROC=4", "MODEL=tiny-llama", "OUTPUT=o ut", "ARGS=--seed 1"]
+    flags = ["--model_name_or_path", "tiny-llama", "--output_dir", "o ut"]
+    for more, path in (([], "auto"), (["RESUME=o ut/checkpoint-4"], "o ut/checkpoint-4")):
+        want = ["scripts/launch.py", "--nproc", "4", "--resume_plan", *finetune("zero2"), *flags, "--resume", path]
+        assert make("resume-plan", *words, *more) == (0, [[*want, "--seed", "1"]], "")
+
+
 def test_export_gets_a_checkpoint_and_a_folder(make):
     words = ["CHECKPOINT=my run/checkpoint-4", "OUTPUT=o ut", "ARGS=--dtype bf16"]
     want = ["scripts/export.py", "--checkpoint", "my run/checkpoint-4", "--output", "o ut", "--dtype", "bf16"]

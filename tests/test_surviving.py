@@ -2,15 +2,13 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 
 import pytest
-from harness import FINETUNE, SAVING, STEPS, Running, launch, newest, record
+from harness import SAVING, STEPS, Running, check, ended_at, launch, newest, record, refusal
 
-from slipway import manifest, preflight, resume, topology
-from slipway.errors import InputError
+from slipway import manifest, resume
 
 pytestmark = pytest.mark.timeout(900)  # a test starts up to five runs, each of which imports torch three times
 ON = ["--resume", "auto"]
@@ -30,15 +28,6 @@ def whole(tmp_path_factory):
         return done[recipe]
 
     return once
-
-
-def ended_at(step, run, folder):
-    """`folder` as the run would have left it, had it been killed just after it saved at `step`."""
-    folder.mkdir()
-    for checkpoint in run.glob("checkpoint-*"):
-        if int(checkpoint.name.split("-")[1]) <= step:
-            shutil.copytree(checkpoint, folder / checkpoint.name)
-    shutil.copyfile(run / f"checkpoint-{step}" / "run.json", folder / "run.json")
 
 
 def same_end(folder, run):
@@ -196,18 +185,6 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_end(seed, whole, tmp_pat
     go_on(out, whole(recipe), recipe)
 
 
-def check(out, *arguments, recipe="ddp", nproc=2):
-    """What the launcher checks before it starts anything."""
-    words = ["--config", FINETUNE.parent / f"{recipe}.yaml", *SAVING, "--output_dir", out, *arguments]
-    return preflight.check([str(word) for word in words], topology.plan(nproc))
-
-
-def refusal(*args, **kwargs):
-    with pytest.raises(InputError) as found:
-        check(*args, **kwargs)
-    return str(found.value)
-
-
 def test_the_same_command_again_says_that_the_run_is_unfinished_and_how_to_go_on(whole, tmp_path):
     ended_at(16, whole("zero2"), tmp_path / "run")
     done = launch(*SAVING, "--output_dir", tmp_path / "run", recipe="zero2")
@@ -243,14 +220,6 @@ def test_going_on_with_another_run_is_refused_and_each_difference_named(whole, t
         assert f"\n  {line}" in said, line
     assert "logging_steps" not in said
     assert f"MODEL={tmp_path / 'run' / 'checkpoint-16'}" in said
-
-
-@pytest.mark.parametrize(("recipe", "nproc"), [("zero3", 2), ("zero2", 1)])
-def test_other_ranks_or_another_stage_are_refused_with_what_the_checkpoint_wants(recipe, nproc, whole, tmp_path):
-    ended_at(16, whole("zero2"), tmp_path / "run")
-    said = refusal(tmp_path / "run", *ON, recipe=recipe, nproc=nproc)
-    assert ("zero_stage: 2 then, 3 now" if recipe == "zero3" else "world_size: 2 then, 1 now") in said
-    assert "NPROC=2 and a recipe of ZeRO stage 2" in said
 
 
 def test_a_checkpoint_of_another_folder_is_not_read(whole, tmp_path):

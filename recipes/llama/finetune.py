@@ -34,6 +34,7 @@ from slipway import (  # noqa: E402
     resume,
     stopping,
     topology,
+    universal,
 )
 from slipway.errors import refused_by_a_library, stop_on_bad_input  # noqa: E402
 from slipway.plan import Plan  # noqa: E402
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> None:
     with refused_by_a_library():
         recipe_args, args, model_args = arguments.build(plan.for_trainer())
     plan.start = resume.agree(plan)
+    loaded = universal.loading(args, plan.start.converted)
     args.eval_on_start &= not plan.start.step  # the first start has measured that
     run = record.Record(plan.output, plan.as_asked(), plan.start.earlier)
     run.start(plan.start)  # a run that ends badly leaves what was asked of it
@@ -92,14 +94,14 @@ def main(argv: list[str]) -> None:
             eval_dataset=plan.data.held_out if len(plan.data.held_out) else None,
             processing_class=plan.tokenizer,
             peft_config=get_peft_config(model_args),
-            callbacks=[watch, compare, numbers, stop, keep],
+            callbacks=[*loaded, watch, compare, numbers, stop, keep],
         )
     trainer.remove_callback(PrinterCallback)
     compare.trainer = trainer
     numbers.watch(trainer)
 
     try:
-        trainer.train(resume_from_checkpoint=plan.start.path)
+        trainer.train(resume_from_checkpoint=plan.start.read_from)
     except callbacks.AllStepsDone:
         pass  # what comes after the steps is still to be done
     finally:
@@ -118,12 +120,8 @@ def main(argv: list[str]) -> None:
         if recipe_args.merge:
             models.merge(plan.output, plan.output / "merged")
         models.let_others_read(plan.output)
-        report.plot_losses(
-            plan.output / "loss.png",
-            watch.losses,
-            watch.evaluations,
-            f"{plan.model.name}, {plan.asked.recipe}",
-        )
+        title = f"{plan.model.name}, {plan.asked.recipe}"
+        report.plot_losses(plan.output / "loss.png", watch.losses, watch.evaluations, title)
         report.write_card(plan.output / "README.md", run.content)
     run.add(status="finished", output=str(plan.output))
     run.event("finished", trainer.state.global_step)

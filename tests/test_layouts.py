@@ -1,0 +1,108 @@
+"""A run goes on with other ranks, another ZeRO stage, offload on or off: real runs, held against one never stopped."""
+
+import shutil
+
+import launch as launcher
+import pytest
+import torch
+from harness import FINETUNE, SAVING, STEPS, check, ended_at, launch, record, refusal
+
+from slipway import manifest, partitions, universal
+
+pytestmark = pytest.mark.timeout(600)
+# 1-dimensional weights do not decay, so their group of the optimizer is told from the other; 92 rows fill two ranks.
+DECAYING = [*SAVING, "--weight_decay", 0.5, "--max_rows", 124, "--save_total_limit", 9]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two ranks under ZeRO-2 that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = launch(*DECAYING, "--output_dir", folder, recipe="zero2")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+def losses(folder):
+    return [row["loss"] for row in record(folder)["losses"]]
+
+
+def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, tmp_path):
+    assert record(whole)["asked"]["data"]["train_rows"] % 2 == 0
+    before, layouts = whole, [("zero3", 1, 16), ("zero2_offload", 2, 32)]
+    for recipe, ranks, step in layouts:
+        out = tmp_path / recipe
+        ended_at(step, before, out)
+        done = launch(*DECAYING, "--resume", "auto", "--output_dir", out, recipe=recipe, nproc=ranks)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        got = record(out)["got"]
+        stage, where = int(recipe[4]), "cpu" if "offload" in recipe else "none"
+        assert (got["world_size"], got["zero_stage"], got["offload_optimizer"]) == (ranks, stage, where)
+        assert f"going on after step {step}" in done.stdout and "repeats other rows" not in done.stdout
+        start = [event for event in record(out)["history"] if event["event"] == "start"][-1]
+        assert start["step"] == step and f"{ranks} rank" in start["conversion"].partition(" to ")[2]
+        assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
+        assert ("stays 4: micro-batch 1 x accumulation 4 x 1 rank" in done.stdout) == (ranks == 1)
+        assert not list(out.glob("*.universal"))
+        before = out
+    assert record(before)["held_out"]["after"]["loss"] == pytest.approx(
+        record(whole)["held_out"]["after"]["loss"], rel=1e-5
+    )
+    # The optimizer came along too: its moments after the last step are those of the run that was never stopped.
+    found = [partitions.Partitions(folder / f"checkpoint-{STEPS}/global_step{STEPS}") for folder in (before, whole)]
+    with found[0].opened() as one, found[1].opened() as other:
+        assert found[0].trained() == found[1].trained()
+        for name in found[0].trained():
+            for kind in ("", "exp_avg", "exp_avg_sq"):
+                a, b = one(name, kind), other(name, kind)
+                assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item()), (name, kind)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_arithmetic(whole, tmp_path):
+    ended_at(16, whole, tmp_path / "run")
+    said = refusal(tmp_path / "run", *DECAYING, "--resume", "auto", recipe="zero2", nproc=3)
+    assert "a global batch of 4 (micro-batch x accumulation x ranks: 1 x 2 x 2), which 3 ranks cannot share" in said
+    assert "4 / 3 = 1.33" in said and "NPROC=2" in said
+
+
+def test_what_is_no_layout_is_refused_beside_it(whole, tmp_path):
+    ended_at(16, whole, tmp_path / "run")
+    said = refusal(tmp_path / "run", *DECAYING, "--resume", "auto", "--learning_rate", 0.5, recipe="zero3", nproc=1)
+    assert "learning_rate: 0.01 then, 0.5 now" in said and "world_size: 2 then, 1 now" in said
+    said = refusal(tmp_path / "run", *DECAYING, "--resume", "auto", recipe="ddp")
+    assert "zero_stage: 2 then, 0 now" in said and "NPROC=2 and a recipe of ZeRO stage 2" in said
+
+
+def test_a_disk_without_room_for_the_conversion_is_said_before_the_launch(whole, tmp_path, small_disk):
+    disk = small_disk(64)
+    ended_at(16, whole, disk / "run")
+    need = universal.size(manifest.read(whole / "checkpoint-16"))
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - need + 2**16))
+    # A run that saves no more needs no room but that.
+    words = [*DECAYING, "--resume", "auto", "--save_strategy", "no"]
+    assert "checkpoint-16 has to be converted for this run" in refusal(disk / "run", *words, recipe="zero3")
+    shutil.move(disk / "run", tmp_path / "run")
+    assert check(tmp_path / "run", *words, recipe="zero3").output == tmp_path / "run"
+
+
+def test_the_plan_of_a_resume_says_what_it_takes_and_changes_nothing(whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    ended_at(32, whole, out)
+    shutil.copyfile(whole / "run.json", out / "run.json")  # with the seconds of its saves
+    (out / "run.json").write_text((out / "run.json").read_text().replace('"finished"', '"started"'))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    one = [
+        "after step 32 of 48",
+        "stays 4: micro-batch 1 x accumulation 4 x 1 rank",
+        "GiB more in",
+        "GiB/s of the last",
+    ]
+    for more, words in {
+        ("--nproc", "1"): ["from 2 ranks under ZeRO-2 to 1 rank under ZeRO-3", *one],
+        (): ["from 2 ranks under ZeRO-2 to 2 ranks under ZeRO-3"],
+    }.items():
+        words_of = ["--resume_plan", FINETUNE, "--config", FINETUNE.parent / "zero3.yaml", *DECAYING]
+        assert launcher.main([str(word) for word in (*more, *words_of, "--resume", "auto", "--output_dir", out)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert [word for word in words if word not in said] == []
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
