@@ -9,7 +9,7 @@ from pathlib import Path
 import trl
 from harness import FINETUNE
 
-from slipway import manifest, record
+from slipway import finite, manifest, record
 from slipway.plan import Plan
 
 asked_for = Plan.for_trainer
@@ -50,6 +50,17 @@ def manifest_first(trainer, folder):
     save_optimizer(trainer, folder)
 
 
+sees_the_step = finite.Finite.on_step_begin
+
+
+def spoiled(callback, args, state, control, **kwargs):
+    """What a bad row or a bit that flipped may do to the weights, in the middle of a run."""
+    if state.global_step == 8:
+        for parameter in callback.trainer.model.parameters():
+            parameter.data.mul_(30)
+    sees_the_step(callback, args, state, control, **kwargs)
+
+
 match os.environ["MUTANT"]:
     case "ds_config dropped":
         Plan.for_trainer = dropped
@@ -63,6 +74,8 @@ match os.environ["MUTANT"]:
         Plan.room_to_gather = lambda _: False
     case "manifest first":
         trl.SFTTrainer._save_optimizer_and_scheduler = manifest_first
+    case "weights spoiled":
+        finite.Finite.on_step_begin = spoiled
     case "nothing":
         pass
     case other:

@@ -1,12 +1,16 @@
 """Recipes in the image, as strictly as it is promised: unknown user, read-only root, no network, no compiler called."""
 
 import json
+import os
+import random
 import time
 import uuid
 
 import pytest
 from containers import IMAGE, STRICT, docker, inside, shell, writable
 from harness import record
+
+from slipway import manifest
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
 SMALL = (
@@ -72,6 +76,29 @@ def test_a_training_ends_cleanly_when_it_is_told_to(signal, code, tmp_path, mode
         assert state["ExitCode"] == code and not state["OOMKilled"], state
     finally:
         docker("rm", "--force", name)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SLIPWAY_STOPS", "1"))))
+def test_docker_stop_leaves_a_complete_checkpoint_and_the_code_to_requeue_on(seed, tmp_path, models):
+    """At some moment of the first steps, within the 10 s that Docker gives. 20 times: SLIPWAY_STOPS=20."""
+    name, out = f"slipway-stop-{uuid.uuid4().hex[:8]}", writable(tmp_path / "out", 12345, 0)
+    mounts = ("--volume", f"{out}:/slipway/outputs", "--volume", f"{models}:/cache")
+    saving = SMALL.replace("--max_steps 4", "--max_steps 4000").replace("--save_strategy no", "--save_steps 4000")
+    config = ("--config", "recipes/llama/zero3.yaml", "--model_name_or_path", "tiny-llama", "--save_strategy", "steps")
+    words = ("python", "scripts/launch.py", "recipes/llama/finetune.py", *config, *saving.split())
+    docker("run", "--detach", "--name", name, *STRICT, *mounts, IMAGE, *words)
+    try:
+        wait_for(name, "loss")
+        time.sleep(random.Random(seed).uniform(0, 3))
+        docker("stop", name)
+        state = json.loads(docker("inspect", "--format", "{{json .State}}", name).stdout)
+        said = docker("logs", name).stderr
+    finally:
+        docker("rm", "--force", name)
+    found, passed_over = manifest.newest(out / "zero3")
+    assert found and not passed_over, said[-2000:]
+    assert state["ExitCode"] == 75, (state, said[-2000:])
+    assert f"stopped by SIGTERM; all ranks have ended; --resume auto goes on after step {found.step}" in said
 
 
 def wait_for(name: str, text: str) -> None:
