@@ -98,7 +98,7 @@ def show_start(start: Any) -> None:
     if start.checkpoint:
         console().print(f"resume: going on after step {start.step}, from {start.path}", highlight=False, soft_wrap=True)
         if start.conversion:
-            console().print(f"resume: converted {start.conversion}", highlight=False, soft_wrap=True)
+            console().print(f"resume: {start.conversion}", highlight=False, soft_wrap=True)
     elif start.earlier:
         console().print("resume: no complete checkpoint; from the start", highlight=False)
 

@@ -202,15 +202,16 @@ def rows(plan: "Plan") -> list[tuple[str, str]]:
     last = f" of {steps}" if steps > 0 else ""
     told += [("goes on", f"after step {start.step}{last}, from {here.path} ({here.bytes / memory.GIB:.3f} GiB)")]
     told += [("note", notice) for notice in plan.notices]
-    moved, seconds = here.bytes, [event["seconds"] for event in start.earlier["history"] if event["event"] == "saved"]
-    if start.conversion:
-        need, free = universal.size(here), memory.free_disk(plan.output)
+    told += [("goes over", start.conversion or "nothing: ranks, ZeRO stage and offload are as they were")]
+    seconds = [
+        event["seconds"] for event in start.earlier["history"] if event["event"] == "saved" and "seconds" in event
+    ]
+    moved, need = here.bytes, universal.size(here) if start.conversion else 0
+    if need:
+        free = memory.free_disk(plan.output)
         moved += need
-        told += [("converted", start.conversion)]
         told += [("disk", f"{need / memory.GIB:.3f} GiB more in {plan.output} for the time of the start; "
                           f"{free / memory.GIB:.1f} are free")]  # fmt: skip
-    else:
-        told += [("converted", "nothing: ranks, ZeRO stage and offload are as they were")]
     if seconds:
         rate = here.bytes / seconds[-1]
         told += [("time", f"about {moved / rate:.0f} s to read and convert it, at the {rate / memory.GIB:.2f} GiB/s of "

@@ -37,19 +37,23 @@ _WEIGHTS = {"module", "optimizer", "frozen_param_fragments"}  # in a file of mod
 
 
 def bridges(before: dict[str, Any], now: dict[str, Any], different: set[str]) -> bool:
-    """Whether a run with `different` facts goes on by conversion: both under ZeRO, and the same in all but layout."""
+    """Whether a run with `different` facts goes on: the same in all but layout, and both under ZeRO (by conversion), or
+    both without DeepSpeed, where every checkpoint is whole."""
+    moved = {facts[key] for facts in (before, now) for key in ("offload_optimizer", "offload_param")}
+    stages = before["zero_stage"], now["zero_stage"]
+    by_batch = now["arguments"]["train_sampling_strategy"] not in ("random", "sequential")
     return (
         different <= _LAYOUT
-        and min(before["zero_stage"], now["zero_stage"]) >= 1
-        and "nvme" not in (before[key] for key in ("offload_optimizer", "offload_param"))
-        and "nvme" not in (now[key] for key in ("offload_optimizer", "offload_param"))
+        and not (by_batch and different & {"world_size", *_BATCH})  # such an order of rows depends on each rank's batch
+        and (min(stages) >= 1 or before["ds_config"] is now["ds_config"] is None)
+        and "nvme" not in moved
         and _computes(before["ds_config"]) == _computes(now["ds_config"])
         and global_batch(before) == global_batch(now)
     )
 
 
-def _computes(ds_config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in ds_config.items() if key not in _DIVIDES}
+def _computes(ds_config: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (ds_config or {}).items() if key not in _DIVIDES}
 
 
 def global_batch(facts: dict[str, Any]) -> int:
@@ -75,6 +79,8 @@ def _layout(facts: dict[str, Any]) -> str:
     ranks = _ranks(facts["world_size"])
     parts = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
     moved = [f"{what} on {facts[key]}" for key, what in parts.items() if facts[key] != "none"]
+    if not facts["ds_config"]:
+        return ranks
     return f"{ranks} under ZeRO-{facts['zero_stage']}" + (f" ({', '.join(moved)})" if moved else "")
 
 
@@ -119,7 +125,8 @@ def remove(output: Path) -> None:
 
 
 def size(checkpoint: manifest.Checkpoint) -> int:
-    """Bytes that the converted one takes, at most: moments and values are all that the ranks' optimizer files hold."""
+    """Bytes that the converted one takes, at most: moments and values are all that the ranks' optimizer files hold. 0:
+    there is nothing to convert, the checkpoint is not divided."""
     return sum(file["bytes"] for name, file in checkpoint.files.items() if name.endswith("_optim_states.pt"))
 
 
@@ -134,11 +141,13 @@ def check_room(checkpoint: manifest.Checkpoint) -> None:
         )
 
 
-def convert(checkpoint: manifest.Checkpoint, plan: "Plan") -> Path:
-    """Writes what the Trainer and DeepSpeed go on from on the plan's ranks and stage; the folder.
+def convert(checkpoint: manifest.Checkpoint, plan: "Plan") -> Path | None:
+    """Writes what the Trainer and DeepSpeed go on from on the plan's ranks and stage. None: without DeepSpeed, nothing.
 
     The checkpoint's own pickles are run, as DeepSpeed does: it is the run's, and its manifest matches.
     """
+    if not plan.ds_config:
+        return None
     check_room(checkpoint)
     into = folder_of(checkpoint)
     tag = f"global_step{checkpoint.step}"

@@ -1,11 +1,11 @@
 """A run goes on with other ranks, another ZeRO stage, offload on or off: real runs, held against one never stopped."""
 
 import shutil
+import sys
 
-import launch as launcher
 import pytest
 import torch
-from harness import FINETUNE, SAVING, STEPS, check, ended_at, launch, record, refusal
+from harness import FINETUNE, ROOT, SAVING, STEPS, check, ended_at, launch, record, refusal, run
 
 from slipway import manifest, partitions, universal
 
@@ -73,6 +73,15 @@ def test_what_is_no_layout_is_refused_beside_it(whole, tmp_path):
     assert "zero_stage: 2 then, 0 now" in said and "NPROC=2 and a recipe of ZeRO stage 2" in said
 
 
+@pytest.mark.parametrize(("strategy", "goes_on"), [("sequential", True), ("group_by_length", False)])
+def test_an_order_of_rows_that_depends_on_the_ranks_batch_is_not_gone_on_with(strategy, goes_on, whole):
+    was = manifest.read(whole / "checkpoint-16").facts["asked"]
+    was["arguments"]["train_sampling_strategy"] = strategy
+    now = was | {"world_size": 1, "arguments": was["arguments"] | {"gradient_accumulation_steps": 4}}
+    assert universal.bridges(was, now, {"world_size", "gradient_accumulation_steps"}) == goes_on
+    assert universal.bridges(was, was | {"zero_stage": 3}, {"zero_stage"})
+
+
 def test_a_disk_without_room_for_the_conversion_is_said_before_the_launch(whole, tmp_path, small_disk):
     disk = small_disk(64)
     ended_at(16, whole, disk / "run")
@@ -85,7 +94,7 @@ def test_a_disk_without_room_for_the_conversion_is_said_before_the_launch(whole,
     assert check(tmp_path / "run", *words, recipe="zero3").output == tmp_path / "run"
 
 
-def test_the_plan_of_a_resume_says_what_it_takes_and_changes_nothing(whole, tmp_path, capsys):
+def test_the_plan_of_a_resume_says_what_it_takes_and_changes_nothing(whole, tmp_path):
     out = tmp_path / "run"
     ended_at(32, whole, out)
     shutil.copyfile(whole / "run.json", out / "run.json")  # with the seconds of its saves
@@ -97,12 +106,13 @@ def test_the_plan_of_a_resume_says_what_it_takes_and_changes_nothing(whole, tmp_
         "GiB more in",
         "GiB/s of the last",
     ]
-    for more, words in {
-        ("--nproc", "1"): ["from 2 ranks under ZeRO-2 to 1 rank under ZeRO-3", *one],
-        (): ["from 2 ranks under ZeRO-2 to 2 ranks under ZeRO-3"],
+    for ranks, words in {
+        1: ["from 2 ranks under ZeRO-2 to 1 rank under ZeRO-3", *one],
+        2: ["from 2 ranks under ZeRO-2 to 2 ranks under ZeRO-3"],
     }.items():
-        words_of = ["--resume_plan", FINETUNE, "--config", FINETUNE.parent / "zero3.yaml", *DECAYING]
-        assert launcher.main([str(word) for word in (*more, *words_of, "--resume", "auto", "--output_dir", out)]) == 0
-        said = " ".join(capsys.readouterr().out.split())
+        asked = ["--config", FINETUNE.parent / "zero3.yaml", *DECAYING, "--resume", "auto", "--output_dir", out]
+        done = run(sys.executable, ROOT / "scripts/launch.py", "--nproc", ranks, "--resume_plan", FINETUNE, *asked)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said = " ".join(done.stdout.split())
         assert [word for word in words if word not in said] == []
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before

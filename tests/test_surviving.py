@@ -65,6 +65,17 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(whole, tmp_path
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-32", "checkpoint-48"}
 
 
+def test_without_deepspeed_a_run_goes_on_with_other_ranks_until_rows_would_repeat(whole, tmp_path):
+    ended_at(16, whole("ddp"), tmp_path / "run")
+    done = launch(*SAVING, *ON, "--output_dir", tmp_path / "run", recipe="ddp", nproc=1)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "resume: from 2 ranks to 1 rank; 123 rows do not fill micro-batch x ranks (2 then, 1 now)" in done.stdout
+    ours, theirs = ([row["loss"] for row in record(folder)["losses"]] for folder in (tmp_path / "run", whole("ddp")))
+    epoch = -(-123 // 4)  # steps: the last of them has a row that two ranks repeat
+    assert ours[: epoch - 1] == pytest.approx(theirs[: epoch - 1], rel=1e-5)
+    assert ours[epoch - 1] != pytest.approx(theirs[epoch - 1], rel=1e-3)
+
+
 def test_the_newest_good_checkpoint_is_taken_and_the_reason_said(whole, tmp_path):
     ended_at(48, whole("zero2"), tmp_path / "run")
     (tmp_path / "run/checkpoint-48/manifest.json").unlink()
