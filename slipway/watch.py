@@ -120,9 +120,13 @@ class Agent(LocalElasticAgent):
             self._kill()
         elif self.first and running:
             return RunResult(state=WorkerState.HEALTHY)  # the others are about to end
+        result = super()._monitor_workers(worker_group)
+        if result.failures and not self.first:  # one that ended after the look above
+            ended = [(rank, failure.exitcode) for rank, failure in result.failures.items()]
+            self.first = min(ended, key=lambda found: found[1] >= 0)
         if self.first and self.first[1] in _PATIENCE:
             self._remaining_restarts = 0
-        return super()._monitor_workers(worker_group)
+        return result
 
     def _find_silent(self, running: dict[int, Any], now: float) -> bool:
         """Whether a rank that had given signs of life has given none for too long. Sets `said` and `first`.
