@@ -71,6 +71,13 @@ class BertPlan:
         found, _ = manifest.newest(self.output, checksums=False)
         return found.step if found else None
 
+    def resume_rows(self) -> list[tuple[str, str]]:
+        """(what, value) lines on the resume that was asked for."""
+        told = [("note", notice) for notice in self.notices]
+        if not self.resume:
+            return [*told, ("goes on", f"from nowhere: there is no complete checkpoint for {self.output}")]
+        return [*told, ("goes on", f"after step {self.resume.step}, from {self.resume.path}")]
+
     def before_ranks(self) -> None:
         """Nothing is to be done once for all ranks: models and data are in the cache by now."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slipway import embedded, hub, weights
+from slipway import embedded, hub, manifest, weights
 from slipway.errors import InputError, nearest
 from slipway.generation import answers, forget_order_of_layers, prompt_text
 from slipway.loading import adapter_model, load, merge
@@ -104,12 +104,12 @@ def _in_folder(name: str, folder: Path, kind: str, trust_remote_code: bool, want
 
 def _no_model(folder: Path) -> InputError:
     ggufs = sorted(folder.glob("*.gguf"))
-    checkpoints = sorted(folder.glob("checkpoint-*"))
+    checkpoints = manifest.folders(folder)  # newest first
     fix = "give the folder that holds config.json and the weights"
     if ggufs:
         fix = f"to use the GGUF file give its own path, MODEL={ggufs[0]}"
     elif checkpoints:
-        fix = f"to use a checkpoint give its own path, such as MODEL={checkpoints[-1]}"
+        fix = f"to use a checkpoint give its own path, such as MODEL={checkpoints[0]}"
     return InputError(f"MODEL={folder} is no model: it has no config.json; found: {weights.listing(folder)}", fix)
 
 

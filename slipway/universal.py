@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slipway.plan import Plan
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-_BYTES = 12  # of a trained parameter: fp32 each
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # What may be otherwise than it was: nothing that decides a loss.
 _LAYOUT = {"world_size", "zero_stage", "offload_optimizer", "offload_param", "ds_config", *_BATCH}
@@ -53,7 +52,9 @@ def bridges(before: dict[str, Any], now: dict[str, Any], different: set[str]) ->
 
 
 def _computes(ds_config: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (ds_config or {}).items() if key not in _DIVIDES}
+    config = ds_config or {}
+    rounded = {key: value for key, value in config.get("zero_optimization", {}).items() if "quantized" in key}
+    return rounded | {key: value for key, value in config.items() if key not in _DIVIDES}
 
 
 def global_batch(facts: dict[str, Any]) -> int:
@@ -150,6 +151,18 @@ def convert(checkpoint: manifest.Checkpoint, plan: "Plan") -> Path | None:
         return None
     check_room(checkpoint)
     into = folder_of(checkpoint)
+    try:
+        _write(checkpoint, plan, into)
+    except (OSError, RuntimeError) as error:  # torch.save tells a full disk as a RuntimeError
+        shutil.rmtree(into, ignore_errors=True)
+        raise InputError(
+            f"{into} cannot be written ({str(error).splitlines()[0]}); {checkpoint.path.name} is as it was",
+            f"free some room in {into.parent}, then the same again",
+        ) from error
+    return into
+
+
+def _write(checkpoint: manifest.Checkpoint, plan: "Plan", into: Path) -> None:
     tag = f"global_step{checkpoint.step}"
     zero = into / tag / "zero"
     zero.mkdir(parents=True)
@@ -175,7 +188,6 @@ def convert(checkpoint: manifest.Checkpoint, plan: "Plan") -> Path | None:
         torch.save(facts, into / tag / f"{rank}mp_rank_00_model_states.pt")
     (into / "latest_universal").write_text(tag)
     _copy_the_trainers(checkpoint.path, into, plan.world.size)
-    return into
 
 
 def _copy_the_trainers(path: Path, into: Path, world: int) -> None:

@@ -2,9 +2,11 @@
 
 import shutil
 import signal
+import sys
 
 import pytest
-from harness import Running, launch_bert, record
+from harness import ROOT, TRAIN, Running, launch_bert, record
+from harness import run as run_command
 from small_bert import write_model, write_texts
 
 from slipway import manifest
@@ -66,6 +68,10 @@ def test_a_signal_ends_the_ranks_and_tells_where_the_run_goes_on(flags, tmp_path
     assert step >= 10
     said = f"stopped by SIGTERM; all ranks have ended; --resume auto goes on after step {step}"
     assert run.err.splitlines()[-1] == said and "Traceback" not in run.err
+    asked = [TRAIN, *flags, "--save_steps", 5, "--resume", "auto", "--output_dir", out]
+    plan = run_command(sys.executable, ROOT / "scripts/launch.py", "--resume_plan", *asked)
+    assert plan.returncode == 0, plan.stderr[-3000:]
+    assert f"goes on after step {step}, from {out}/checkpoint-{step}" in " ".join(plan.stdout.split())
 
 
 def test_restarts_go_on_from_the_checkpoint_they_were_given_then_from_their_own(whole, flags, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from harness import FINETUNE, ROOT, SAVING, STEPS, check, ended_at, launch, record, refusal, run
 
 from slipway import manifest, partitions, universal
+from slipway.errors import InputError
 
 pytestmark = pytest.mark.timeout(600)
 # 1-dimensional weights do not decay, so their group of the optimizer is told from the other; 92 rows fill two ranks.
@@ -33,6 +34,7 @@ def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, 
     for recipe, ranks, step in layouts:
         out = tmp_path / recipe
         ended_at(step, before, out)
+        (out / f"checkpoint-{step}.universal/global_step{step}/zero").mkdir(parents=True)  # a start that was killed
         done = launch(*DECAYING, "--resume", "auto", "--output_dir", out, recipe=recipe, nproc=ranks)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         got = record(out)["got"]
@@ -56,6 +58,31 @@ def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, 
             for kind in ("", "exp_avg", "exp_avg_sq"):
                 a, b = one(name, kind), other(name, kind)
                 assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item()), (name, kind)
+
+
+def test_an_adapter_goes_over_too(tmp_path):
+    short = [*DECAYING, "--max_steps", 12, "--save_steps", 4]
+    done = launch(*short, "--output_dir", tmp_path / "whole", recipe="lora")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ended_at(4, tmp_path / "whole", tmp_path / "run")
+    words = [*short, "--resume", "auto", "--output_dir", tmp_path / "run"]
+    done = launch(*words, recipe="lora_zero3", nproc=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "going on after step 4" in done.stdout and record(tmp_path / "run")["got"]["trained"] == "adapter"
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_disk_that_fills_during_the_conversion_loses_nothing(whole, tmp_path, small_disk):
+    disk = small_disk(64)
+    ended_at(16, whole, disk / "run")
+    found = manifest.read(disk / "run/checkpoint-16")
+    plan = check(disk / "run", *DECAYING, "--resume", "auto", recipe="zero3")
+    # As much as is asked for: what files take besides their content comes on top.
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - universal.size(found) - 2**14))
+    with pytest.raises(InputError, match=r"checkpoint-16.universal cannot be written \(.*; checkpoint-16 is as it was"):
+        universal.convert(found, plan)
+    assert not universal.folder_of(found).exists()
+    assert manifest.read(disk / "run/checkpoint-16") == found
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_arithmetic(whole, tmp_path):
