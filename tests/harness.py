@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forking import run_forked
 
 from slipway import manifest, topology
 from slipway.errors import InputError
@@ -45,18 +46,23 @@ def run(*command: object, timeout: int = 280, cwd: Path = ROOT, **env: str) -> s
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
+def start(*words: object, forked: bool = False, **kwargs) -> subprocess.CompletedProcess:
+    """A script and its arguments, to its end: by a python of its own, or as a fork of one (ForkServer)."""
+    return run_forked(*words, **kwargs) if forked else run(sys.executable, *words, **kwargs)
+
+
 def launch(
     *arguments: object, recipe: str = "zero3", nproc: int | None = None, **kwargs
 ) -> subprocess.CompletedProcess:
     """scripts/launch.py on a shipped recipe."""
     ranks = ["--nproc", nproc] if nproc else []
     config = FINETUNE.parent / f"{recipe}.yaml"
-    return run(sys.executable, ROOT / "scripts/launch.py", *ranks, FINETUNE, "--config", config, *arguments, **kwargs)
+    return start(ROOT / "scripts/launch.py", *ranks, FINETUNE, "--config", config, *arguments, **kwargs)
 
 
 def launch_bert(*arguments: object, **kwargs) -> subprocess.CompletedProcess:
     """scripts/launch.py on the BERT recipe."""
-    return run(sys.executable, ROOT / "scripts/launch.py", TRAIN, *arguments, **kwargs)
+    return start(ROOT / "scripts/launch.py", TRAIN, *arguments, **kwargs)
 
 
 def run_python(script: Path, *arguments: object, **kwargs) -> subprocess.CompletedProcess:
@@ -73,11 +79,11 @@ class Running:
     def __init__(self, folder: Path, *arguments: object, recipe: str | None = None, restarts: int = 0, **env: str):
         self.folder, self.script = folder, FINETUNE if recipe else TRAIN
         config = ["--config", FINETUNE.parent / f"{recipe}.yaml"] if recipe else []
-        words = [sys.executable, ROOT / "scripts/launch.py", "--restarts", restarts, self.script, *config]
+        words = [ROOT / "scripts/launch.py", "--restarts", restarts, self.script, *config, *arguments]
         folder.mkdir(exist_ok=True)
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
-                [str(word) for word in [*words, *arguments]],
+                [sys.executable, *(str(word) for word in words)],
                 stdout=out,
                 stderr=err,
                 env=os.environ | env,
@@ -100,13 +106,13 @@ class Running:
     def err(self) -> str:
         return (self.folder / "err").read_text()
 
-    def until(self, what: Callable[[], object], timeout: float = 200) -> None:
-        """Waits for `what()`; fails if the run ends before, or at the timeout."""
+    def until(self, what: Callable[[], object], timeout: float = 200, look_s: float = 0.05) -> None:
+        """Looks every `look_s` until `what()`; fails if the run ends before, or at the timeout."""
         deadline = time.monotonic() + timeout
         while not what():
             assert self.process.poll() is None, f"ended: {self.out[-2000:]}\n{self.err[-3000:]}"
             assert time.monotonic() < deadline, f"waited {timeout} s: {self.out[-2000:]}\n{self.err[-3000:]}"
-            time.sleep(0.005)
+            time.sleep(look_s)
 
     def family(self) -> list[psutil.Process]:
         """All processes below the launcher."""
@@ -114,7 +120,8 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks' processes, rank 0 first."""
-        return [child for child in psutil.Process(self.process.pid).children() if str(self.script) in child.cmdline()]
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if str(self.script) in child.cmdline()]
 
     def shared(self, name: str) -> set[str]:
         """Files in /dev/shm of that name which rank 0 has mapped, as proc(5) tells them."""

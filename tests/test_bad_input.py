@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import FINETUNE, ROOT, assert_kept, assert_refused, launch, run, selected, write_files
+from harness import start as start_command
 from hub_server import serving
 
 GOOD = {"prompt": "What is one and one?", "completion": "Two."}
@@ -207,7 +208,9 @@ def start(name: str, folder: Path, hub: str):
     }
     words += [str(word) for flag, value in usual.items() if flag not in words for word in (flag, value)]
     env = {key: value.replace("{hub}", hub) for key, value in WHERE.get(name, {}).items()}
-    return run(sys.executable, ROOT / "scripts/launch.py", *nproc, FINETUNE, *words, timeout=120, **env)
+    # What is said in the environment is read while python starts, which a fork does not.
+    command = [ROOT / "scripts/launch.py", *nproc, FINETUNE, *words]
+    return start_command(*command, forked=not env, timeout=120, **env)
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,7 @@ CASES = {
     "unknown precision": ({}, ["--mixed_precision", "bf61"], ['did you mean "bf16"']),
     "wandb is not installed": ({}, ["--report_to", "wandb"], ["wandb is not installed", "--report_to tensorboard"]),
 }
+REAL = "unknown flag"  # the case that is started by a python of its own
 
 
 def start(name, folder, model, earlier):
@@ -107,7 +108,7 @@ def start(name, folder, model, earlier):
         del usual["--model"], flags[0]
     words = [flag.replace("{d}", str(folder)).replace("{r}", str(earlier)) for flag in flags]
     words += [word for flag, value in usual.items() if flag not in flags for word in (flag, value)]
-    return launch_bert(*words, timeout=200)
+    return launch_bert(*words, forked=name != REAL, timeout=200)
 
 
 @pytest.fixture(scope="module")
