@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 EXIT_CTRL_C = 130  # 128 + SIGINT, as shells count
+LET_RANK_0_SPEAK_S = 10.0  # less where an agent ends this rank because rank 0 has ended
 EXIT_GO_ON = 75  # EX_TEMPFAIL of sysexits.h: stopped with a checkpoint, to be started again with RESUME=auto
 
 
@@ -40,6 +42,8 @@ def stop_on_bad_input() -> Iterator[None]:
     except InputError as error:
         if error.this_rank_only or os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:  # its agent would end rank 0 before that has spoken
+            time.sleep(LET_RANK_0_SPEAK_S)
         _leave(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

@@ -108,7 +108,8 @@ class Agent(LocalElasticAgent):
         if failed and not self.first:
             # Of two that ended since the last look, one that a signal ended is the cause: the other lost its peer.
             self.first = min(failed, key=lambda found: found[1] >= 0)
-            self._killing_at = now + _PATIENCE.get(self.first[1], 0.0)
+            spoken = self.first == (0, EXIT_BAD_INPUT)  # the others would say nothing more
+            self._killing_at = now + (0.0 if spoken else _PATIENCE.get(self.first[1], 0.0))
         if self._find_silent(running, now):
             self._killing_at = now
         if now > self._deadline:
