@@ -37,12 +37,6 @@ class Compare(TrainerCallback):
             self.trainer.is_in_train = False
             raise AllStepsDone
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Accelerate takes the rows that fill up an epoch's last batches out of what TRL counts; in the first epoch
-        # after a resume it cannot, as its loader then hides how many there are. They are trained on: both count them.
-        if loader := self.trainer.accelerator.gradient_state.active_dataloader:
-            loader.remainder = 0
-
 
 class Watch(TrainerCallback):
     """Times the steps, keeps the losses, and shows both: a bar on a terminal, a line per log elsewhere."""

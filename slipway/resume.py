@@ -176,7 +176,7 @@ def find(plan: "Plan", checksums: bool = False) -> Start:
     conversion = ""
     if wrong:
         universal.check_room(found)
-        conversion = universal.describe(was, now, len(plan.data.train))
+        conversion = universal.describe(was, now)
     # The record that was saved with the weights, with a history that may have gone on since.
     saved = record.read(found.path) or {}
     return Start(found, saved | {"history": (earlier or saved).get("history", [])}, lines, conversion)

@@ -63,17 +63,9 @@ def global_batch(facts: dict[str, Any]) -> int:
     return micro * steps * facts["world_size"]
 
 
-def describe(before: dict[str, Any], now: dict[str, Any], rows: int) -> str:
-    """What is converted into what; and where the last step of an epoch will not be as it would have been."""
-    text = f"from {_layout(before)} to {_layout(now)}"
-    rounds = [facts["arguments"][_BATCH[0]] * facts["world_size"] for facts in (before, now)]
-    # accelerate's even_batches fills the ranks' last micro-batches up with the first rows of the epoch.
-    if len({-(-rows // one) * one for one in rounds}) > 1:
-        text += (
-            f"; {rows} rows do not fill micro-batch x ranks ({rounds[0]} then, {rounds[1]} now) evenly: the last step "
-            "of each epoch repeats other rows than it would have, and its loss differs"
-        )
-    return text
+def describe(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What is converted into what."""
+    return f"from {_layout(before)} to {_layout(now)}"
 
 
 def _layout(facts: dict[str, Any]) -> str:

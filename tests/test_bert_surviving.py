@@ -77,7 +77,8 @@ def test_a_signal_ends_the_ranks_and_tells_where_the_run_goes_on(flags, tmp_path
 def test_restarts_go_on_from_the_checkpoint_they_were_given_then_from_their_own(whole, flags, tmp_path):
     out = tmp_path / "run"
     saves = ["--resume", whole / "checkpoint-200", "--save_steps", 150]
-    with Running(tmp_path / "log", *flags, "--max_steps", STEPS, *saves, "--output_dir", out, restarts=2) as run:
+    words = [*flags, "--max_steps", STEPS, *saves, "--output_dir", out]
+    with Running(tmp_path / "log", *words, restarts=2) as run:
         run.until(at_step(run, 202))
         run.ranks()[1].kill()
         run.until(at_step(run, 202, times=2))

@@ -11,8 +11,8 @@ from slipway import manifest, partitions, universal
 from slipway.errors import InputError
 
 pytestmark = pytest.mark.timeout(600)
-# 1-dimensional weights do not decay, so their group of the optimizer is told from the other; 92 rows fill two ranks.
-DECAYING = [*SAVING, "--weight_decay", 0.5, "--max_rows", 124, "--save_total_limit", 9]
+# 1-dimensional weights do not decay, so their group of the optimizer is told from the other.
+DECAYING = [*SAVING, "--weight_decay", 0.5, "--save_total_limit", 9]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def losses(folder):
 
 
 def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, tmp_path):
-    assert record(whole)["asked"]["data"]["train_rows"] % 2 == 0
+    assert record(whole)["asked"]["data"]["sequences"] % 2  # two ranks need one more, one rank does not
     before, layouts = whole, [("zero3", 1, 16), ("zero2_offload", 2, 32)]
     for recipe, ranks, step in layouts:
         out = tmp_path / recipe
@@ -40,7 +40,7 @@ def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, 
         got = record(out)["got"]
         stage, where = int(recipe[4]), "cpu" if "offload" in recipe else "none"
         assert (got["world_size"], got["zero_stage"], got["offload_optimizer"]) == (ranks, stage, where)
-        assert f"going on after step {step}" in done.stdout and "repeats other rows" not in done.stdout
+        assert f"going on after step {step}" in done.stdout
         start = [event for event in record(out)["history"] if event["event"] == "start"][-1]
         assert start["step"] == step and f"{ranks} rank" in start["conversion"].partition(" to ")[2]
         assert losses(out) == pytest.approx(losses(whole), rel=1e-5)

@@ -12,20 +12,22 @@ from slipway import manifest, resume
 
 pytestmark = pytest.mark.timeout(900)  # a test starts up to five runs, each of which imports torch three times
 ON = ["--resume", "auto"]
-KILLS = int(os.environ.get("SLIPWAY_KILLS", "6"))  # `make soak`: 200
+KILLS = int(os.environ.get("SLIPWAY_KILLS", "8"))  # `make soak`: 200
+# Less to a step and fewer to a save, so that a kill costs little; a second, shuffled epoch begins between two saves.
+KILLED = [*SAVING, "--max_rows", 60, "--max_steps", 32, "--save_steps", 8, "--gradient_accumulation_steps", 1]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """whole(recipe) -> the folder of a run that nothing stopped; each recipe runs once."""
+    """whole(recipe, flags) -> the folder of a run that nothing stopped; each runs once."""
     done = {}
 
-    def once(recipe):
-        if recipe not in done:
-            done[recipe] = tmp_path_factory.mktemp(recipe) / "run"
-            result = launch(*SAVING, "--save_total_limit", 9, "--output_dir", done[recipe], recipe=recipe)
+    def once(recipe, flags=SAVING):
+        if (recipe, id(flags)) not in done:
+            done[recipe, id(flags)] = out = tmp_path_factory.mktemp(recipe) / "run"
+            result = launch(*flags, "--save_total_limit", 9, "--output_dir", out, recipe=recipe)
             assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        return done[recipe]
+        return done[recipe, id(flags)]
 
     return once
 
@@ -34,16 +36,16 @@ def same_end(folder, run):
     """Asserts that two runs ended alike, to the last bit: every logged number, the answers, the saved weights."""
     one, other = record(folder), record(run)
     assert one["status"] == other["status"] == "finished"
-    assert [row["step"] for row in one["losses"]] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in one["losses"]] == list(range(1, one["losses"][-1]["step"] + 1))
     for part in ("losses", "held_out", "samples", "proof"):
         assert one[part] == other[part], part
     for weights in run.glob("*.safetensors"):
         assert (folder / weights.name).read_bytes() == weights.read_bytes()
 
 
-def go_on(folder, run, recipe):
+def go_on(folder, run, recipe, flags=SAVING):
     """Resumes to the end, and asserts that this is the uninterrupted run's end."""
-    done = launch(*SAVING, *ON, "--output_dir", folder, recipe=recipe)
+    done = launch(*flags, *ON, "--output_dir", folder, recipe=recipe)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     same_end(folder, run)
     return done
@@ -65,15 +67,14 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(whole, tmp_path
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-32", "checkpoint-48"}
 
 
-def test_without_deepspeed_a_run_goes_on_with_other_ranks_until_rows_would_repeat(whole, tmp_path):
+def test_without_deepspeed_a_run_goes_on_with_other_ranks(whole, tmp_path):
     ended_at(16, whole("ddp"), tmp_path / "run")
     done = launch(*SAVING, *ON, "--output_dir", tmp_path / "run", recipe="ddp", nproc=1)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "resume: from 2 ranks to 1 rank; 123 rows do not fill micro-batch x ranks (2 then, 1 now)" in done.stdout
+    assert "resume: from 2 ranks to 1 rank" in done.stdout
+    assert record(whole("ddp"))["asked"]["data"]["sequences"] == 123  # two ranks need one more, one rank does not
     ours, theirs = ([row["loss"] for row in record(folder)["losses"]] for folder in (tmp_path / "run", whole("ddp")))
-    epoch = -(-123 // 4)  # steps: the last of them has a row that two ranks repeat
-    assert ours[: epoch - 1] == pytest.approx(theirs[: epoch - 1], rel=1e-5)
-    assert ours[epoch - 1] != pytest.approx(theirs[epoch - 1], rel=1e-3)
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_newest_good_checkpoint_is_taken_and_the_reason_said(whole, tmp_path):
@@ -167,7 +168,7 @@ def test_restarts_go_on_by_themselves(whole, tmp_path):
 def moment(name, out, chance):
     """A question that is answered yes when the moment has come: after some steps, in a save, or at its rename."""
     if name == "some step":
-        at = time.monotonic() + chance.uniform(0, 0.4)
+        at = time.monotonic() + chance.uniform(0, 1)
         return lambda: time.monotonic() > at
     if name == "saving":
         return lambda: any(not (folder / "manifest.json").exists() for folder in manifest.folders(out))
@@ -175,17 +176,17 @@ def moment(name, out, chance):
     return lambda: set(out.glob("checkpoint-*/manifest.json*")) - before
 
 
-@pytest.mark.parametrize("seed", range(1, 1 + KILLS // 3))
+@pytest.mark.parametrize("seed", range(1, 1 + KILLS // 4))
 def test_killed_at_any_moment_a_run_goes_on_to_the_same_end(seed, whole, tmp_path):
     chance, out, recipe = random.Random(seed), tmp_path / "run", ("zero2", "zero3")[seed % 2]
-    moments = chance.sample(["some step", "saving", "renaming"], 3)
-    targets = chance.sample(["launcher", "rank 0", "rank 1"], 3)
+    moments = chance.sample(["some step", "some step", "saving", "renaming"], 4)
+    targets = chance.sample(["launcher", "rank 0", "rank 1", f"rank {chance.randrange(2)}"], 4)
     for number, (name, target) in enumerate(zip(moments, targets, strict=True)):
-        with Running(tmp_path / f"log{number}", *SAVING, *ON, "--output_dir", out, recipe=recipe) as run:
-            run.until(lambda run=run: f"/{STEPS}  loss" in run.out)
+        with Running(tmp_path / f"log{number}", *KILLED, *ON, "--output_dir", out, recipe=recipe) as run:
+            run.until(lambda run=run: "/32  loss" in run.out)
             family = run.family()
             victim = run.process if target == "launcher" else run.ranks()[int(target[-1])]
-            run.until(moment(name, out, chance))
+            run.until(moment(name, out, chance), look_s=0.005)
             victim.kill()
             code = run.code(family)
             assert code == (-9 if target == "launcher" else 1), (name, target, run.err[-3000:])
@@ -193,7 +194,7 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_end(seed, whole, tmp_pat
             assert run.err.count("error: ") == 1 and f"error: {target} was ended by SIGKILL" in run.err, run.err
             assert "Traceback" not in run.err and "failed (exitcode" not in run.err
         newest(out)
-    go_on(out, whole(recipe), recipe)
+    go_on(out, whole(recipe, KILLED), recipe, KILLED)
 
 
 def test_the_same_command_again_says_that_the_run_is_unfinished_and_how_to_go_on(whole, tmp_path):

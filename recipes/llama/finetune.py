@@ -25,6 +25,7 @@ from slipway import (  # noqa: E402
     attention,
     callbacks,
     cost,
+    filling,
     finite,
     keeping,
     lm_head,
@@ -97,6 +98,7 @@ def main(argv: list[str]) -> None:
             callbacks=[*loaded, watch, compare, numbers, stop, keep],
         )
     trainer.remove_callback(PrinterCallback)
+    filling.fill(trainer)
     compare.trainer = trainer
     numbers.watch(trainer)
 
