@@ -147,26 +147,34 @@ def test_python_versions_agree():
     assert f'target-version = "py{low.replace(".", "")}"' in pages()["pyproject.toml"]
 
 
-def test_ci_runs_every_step_and_ends_with_the_worst_exit_code(tmp_path):
+@pytest.mark.parametrize("worst", ["lint", "image"])
+def test_ci_runs_every_step_and_ends_with_the_worst_exit_code(worst, tmp_path):
     """The real .ci/run, with commands that only say that they were called."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
-    make = """#!/bin/sh
-echo called make "$@"
-case $1 in lint) exit 3;; test) echo "7 passed";; esac
-"""
-    (tmp_path / "make").write_text(make)
-    (tmp_path / "make").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [tmp_path / ".ci/run"],
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
+    stubs = {
+        "make": f"""case $1 in {worst}) exit 12;; test) echo "7 passed";;
+image-test) echo "inside the image, tests: 8 passed"; exit 1;; esac""",
+        "python3": "exit 2",
+    }
+    for name, rest in stubs.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho called {name} "$@"\n{rest}\n')
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SSL_CERT_FILE": "/a b.pem"}
+    done = subprocess.run([tmp_path / ".ci/run"], env=env, capture_output=True, text=True)
     called = [line.removeprefix("called ") for line in done.stdout.splitlines() if line.startswith("called ")]
-    assert called == ["make lint", "make test ARGS=-m 'not image'"]
-    assert (done.returncode, done.stderr) == (3, "")
-    *steps, last = done.stdout.splitlines()[-3:]
-    assert [re.split(" {2,}", step)[:2] for step in steps] == [["lint", "exit code 3"], ["test", "exit code 0"]]
-    assert last == "7 passed"
+    assert called == [
+        "make lint",
+        "make test ARGS=-m 'not image'",
+        "python3 scripts/image_engine.py",
+        "make image BASE=standin FLASH_ATTN=none CA_BUNDLE=/a b.pem",
+        "make image-test CA_BUNDLE=/a b.pem",
+    ]
+    assert (done.returncode, done.stderr) == (12, "")
+    *steps, first, last = done.stdout.splitlines()[-7:]
+    codes = {"lint": 0, "test": 0, "engine": 2, "image": 0, "image-test": 1} | {worst: 12}
+    assert {re.match(r"(\S+) +exit code +(\d+) +\d+ s$", step).groups() for step in steps} == {
+        (name, str(code)) for name, code in codes.items()
+    }
+    assert first == "tests, -m 'not image': 7 passed"
+    assert last == "inside the image, tests: 8 passed"
