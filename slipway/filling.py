@@ -36,12 +36,14 @@ def fill(trainer: Any) -> None:
     token (trainer.train_dataset's first) and counts as one."""
     args, rows = trainer.args, trainer.train_dataset
     missing = -len(rows) % (args.train_batch_size * args.world_size)
-    if not missing or args.dataloader_drop_last or args.train_sampling_strategy == "batch_rebalance":
-        return  # the last: batches of its own making
+    if not missing or args.dataloader_drop_last:
+        return
     blank = {"input_ids": rows[0]["input_ids"][:1], "labels": [IGNORE], "seq_lengths": [1]}
     columns = {name: [blank[name]] * missing for name in rows.column_names}
     blanks = datasets.Dataset.from_dict(columns, features=rows.features)
     trainer.train_dataset = datasets.concatenate_datasets([rows, blanks])
+    if args.train_sampling_strategy == "batch_rebalance":  # it makes whole batches, of the blanks too, in its own order
+        return
     order_of, loader_of = trainer._get_train_sampler, trainer.get_train_dataloader
     made: list[RowsThenBlanks] = []
 
