@@ -16,7 +16,7 @@ from types import TracebackType
 BEATS = "SLIPWAY_BEATS"  # the folder in which each rank touches a file named after it
 BEAT_S = 1.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PATIENCE_S = 1.0
+_PATIENCE_S = 3.0  # with 1.0 a launcher that stood still as long, on a busy host, was once too late
 
 
 def attach() -> None:
@@ -48,6 +48,6 @@ def _beat(file: Path) -> None:
 
 
 def _patient(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print the traceback after a second: a rank that only lost its peer is ended by then, and the peer is heard."""
+    """Print the traceback after some seconds: a rank that only lost its peer is ended by then."""
     time.sleep(_PATIENCE_S)
     traceback.print_exception(kind, error, where)
