@@ -69,7 +69,7 @@ scaling: venv  ## why is it not faster: steps/s on 1 and N ranks, where a step's
 test: venv  ## all tests that this machine can run: ARGS='-k name'
 	@exec $(PYTHON) -m pytest -q $(ARGS)
 
-soak: venv  ## kill runs at random moments and resume them: KILLS=200 (hours), ARGS=
+soak: venv  ## kill runs at random moments and resume them: KILLS=200 (half an hour), ARGS=
 	@SLIPWAY_KILLS=$(or $(KILLS),200) exec $(PYTHON) -m pytest -q --timeout 0 tests/test_surviving.py -k killed_at_any_moment $(ARGS)
 
 lint: venv  ## ruff, yamllint, shellcheck, hadolint, JSON, ds_configs, recipes, pins

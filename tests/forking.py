@@ -36,16 +36,42 @@ class ForkServer:
 fork_server = functools.cache(ForkServer)
 
 
+class Forked:
+    """What is used of a subprocess.Popen, of such a fork; its output goes to files in `folder`."""
+
+    def __init__(self, words: list[str], folder: Path, env: dict[str, str]):
+        self.words, self.out, self.err = words, folder / "out", folder / "err"
+        self._code = folder / "err.code"
+        self.out.touch()
+        self.err.touch()
+        self.pid = fork_server().start({"words": words, "out": self.out, "err": self.err, "env": os.environ | env})
+
+    def poll(self) -> int | None:
+        return int(self._code.read_text()) if self._code.exists() else None
+
+    def wait(self, timeout: float = 280) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.words, timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 def run_forked(*words: object, timeout: float = 280, **env: str) -> subprocess.CompletedProcess:
     """harness.run() of a script and its arguments, as a fork."""
     with tempfile.TemporaryDirectory() as name:
-        out, err, code = (Path(name) / file for file in ("out", "err", "err.code"))
-        words = [str(word) for word in words]
-        pid = fork_server().start({"words": words, "out": out, "err": err, "env": os.environ | env})
-        deadline = time.monotonic() + timeout
-        while not code.exists():
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
-                raise AssertionError(f"not done after {timeout} s: {words}\n{err.read_text()[-3000:]}")
-            time.sleep(0.05)
-        return subprocess.CompletedProcess(words, int(code.read_text()), out.read_text(), err.read_text())
+        process = Forked([str(word) for word in words], Path(name), env)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"not done after {timeout} s: {words}\n{process.err.read_text()[-3000:]}") from None
+        return subprocess.CompletedProcess(words, code, process.out.read_text(), process.err.read_text())

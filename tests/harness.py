@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forking import run_forked
+from forking import Forked, run_forked
 
 from slipway import manifest, topology
 from slipway.errors import InputError
@@ -73,17 +73,29 @@ def run_python(script: Path, *arguments: object, **kwargs) -> subprocess.Complet
 class Running:
     """scripts/launch.py, started and not waited for: on a shipped recipe, or on the BERT recipe if none is named.
 
-    Its output goes to files in `folder`.
+    Its output goes to files in `folder`. forked: see start().
     """
 
-    def __init__(self, folder: Path, *arguments: object, recipe: str | None = None, restarts: int = 0, **env: str):
-        self.folder, self.script = folder, FINETUNE if recipe else TRAIN
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        recipe: str | None = None,
+        restarts: int = 0,
+        forked: bool = False,
+        **env: str,
+    ):
+        self.folder, script = folder, FINETUNE if recipe else TRAIN
         config = ["--config", FINETUNE.parent / f"{recipe}.yaml"] if recipe else []
-        words = [ROOT / "scripts/launch.py", "--restarts", restarts, self.script, *config, *arguments]
+        words = [ROOT / "scripts/launch.py", "--restarts", restarts, script, *config, *arguments]
+        words = [str(word) for word in words]
         folder.mkdir(exist_ok=True)
+        if forked:
+            self.process = Forked(words, folder, env)
+            return
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *(str(word) for word in words)],
+                [sys.executable, *words],
                 stdout=out,
                 stderr=err,
                 env=os.environ | env,
@@ -119,9 +131,8 @@ class Running:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks' processes, rank 0 first."""
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if str(self.script) in child.cmdline()]
+        """The ranks' processes, rank 0 first: those of the launcher's children that lead a session."""
+        return [child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid]
 
     def shared(self, name: str) -> set[str]:
         """Files in /dev/shm of that name which rank 0 has mapped, as proc(5) tells them."""
@@ -220,13 +231,13 @@ SAVING = [*SMALL, "--max_rows", 150, "--max_steps", STEPS, "--save_strategy", "s
 
 
 def newest(folder):
-    """The newest complete checkpoint, if there is one; asserts that every rank's part is in it."""
-    found, _ = manifest.newest(folder)
+    """manifest.newest(); asserts that every rank's part is in a checkpoint that is complete."""
+    found, passed_over = manifest.newest(folder)
     if found:
         optimizer = [f"global_step{found.step}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
         missing = {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", *optimizer} - set(found.files)
         assert not missing, missing
-    return found
+    return found, passed_over
 
 
 def ended_at(step, run, folder):

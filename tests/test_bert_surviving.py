@@ -39,7 +39,7 @@ def at_step(run, step, times=1):
 
 def test_a_rank_that_stands_still_is_found_by_its_missing_heartbeat(flags, tmp_path):
     out = tmp_path / "run"
-    with Running(tmp_path / "log", *flags, "--heartbeat_seconds", 5, "--output_dir", out) as run:
+    with Running(tmp_path / "log", *flags, "--heartbeat_seconds", 5, "--output_dir", out, forked=True) as run:
         run.until(at_step(run, 2))
         family = run.family()
         run.ranks()[1].suspend()
@@ -78,7 +78,7 @@ def test_restarts_go_on_from_the_checkpoint_they_were_given_then_from_their_own(
     out = tmp_path / "run"
     saves = ["--resume", whole / "checkpoint-200", "--save_steps", 150]
     words = [*flags, "--max_steps", STEPS, *saves, "--output_dir", out]
-    with Running(tmp_path / "log", *words, restarts=2) as run:
+    with Running(tmp_path / "log", *words, restarts=2, forked=True) as run:
         run.until(at_step(run, 202))
         run.ranks()[1].kill()
         run.until(at_step(run, 202, times=2))
@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(flags, small_disk, tmp_path
     disk = small_disk(24)
     out = disk / "run"
     saves = ["--save_steps", 100, "--save_total_limit", 1, "--max_steps", 250]
-    with Running(tmp_path / "log", *flags, *saves, "--output_dir", out) as run:
+    with Running(tmp_path / "log", *flags, *saves, "--output_dir", out, forked=True) as run:
         run.until(at_step(run, 1))
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 7 * 2**20))  # the first needs 5 by estimate
         assert run.code(run.family()) == 0, run.err[-3000:]

@@ -4,7 +4,6 @@ import shutil
 import sys
 
 import pytest
-import torch
 from harness import FINETUNE, ROOT, SAVING, STEPS, check, ended_at, launch, record, refusal, run
 
 from slipway import manifest, partitions, universal
@@ -35,7 +34,7 @@ def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, 
         out = tmp_path / recipe
         ended_at(step, before, out)
         (out / f"checkpoint-{step}.universal/global_step{step}/zero").mkdir(parents=True)  # a start that was killed
-        done = launch(*DECAYING, "--resume", "auto", "--output_dir", out, recipe=recipe, nproc=ranks)
+        done = launch(*DECAYING, "--resume", "auto", "--output_dir", out, recipe=recipe, nproc=ranks, forked=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         got = record(out)["got"]
         stage, where = int(recipe[4]), "cpu" if "offload" in recipe else "none"
@@ -57,16 +56,17 @@ def test_ranks_stage_and_offload_change_in_one_chain_and_the_losses_stay(whole, 
         for name in found[0].trained():
             for kind in ("", "exp_avg", "exp_avg_sq"):
                 a, b = one(name, kind), other(name, kind)
-                assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item()), (name, kind)
+                # As a whole: Adam moves an element whose gradient is rounding alone by the sign of that.
+                assert (a - b).norm() < 1e-4 * b.norm(), (name, kind)
 
 
 def test_an_adapter_goes_over_too(tmp_path):
     short = [*DECAYING, "--max_steps", 12, "--save_steps", 4]
-    done = launch(*short, "--output_dir", tmp_path / "whole", recipe="lora")
+    done = launch(*short, "--output_dir", tmp_path / "whole", recipe="lora", forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     ended_at(4, tmp_path / "whole", tmp_path / "run")
     words = [*short, "--resume", "auto", "--output_dir", tmp_path / "run"]
-    done = launch(*words, recipe="lora_zero3", nproc=1)
+    done = launch(*words, recipe="lora_zero3", nproc=1, forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "going on after step 4" in done.stdout and record(tmp_path / "run")["got"]["trained"] == "adapter"
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -24,7 +24,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(on_full_disk, code, small_d
         run.until(lambda: (out / "checkpoint-32/manifest.json").exists() and not (out / "checkpoint-16").exists())
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 4 * 2**20))
         assert run.code(run.family()) == code, run.err[-3000:]
-    assert newest(out).step == 32
+    assert newest(out)[0].step == 32
     error = "error: " if code else ""
     assert run.err.count(f"{error}step 48 is not saved, there is no room") == 1, run.err
     assert "the last checkpoint is that of step 32" in run.err

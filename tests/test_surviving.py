@@ -12,7 +12,8 @@ from slipway import manifest, resume
 
 pytestmark = pytest.mark.timeout(900)  # a test starts up to five runs, each of which imports torch three times
 ON = ["--resume", "auto"]
-KILLS = int(os.environ.get("SLIPWAY_KILLS", "8"))  # `make soak`: 200
+KILLS = int(os.environ.get("SLIPWAY_KILLS", "40"))  # `make soak`: 200
+STOPS = int(os.environ.get("SLIPWAY_STOPS", "20"))
 # Less to a step and fewer to a save, so that a kill costs little; a second, shuffled epoch begins between two saves.
 KILLED_STEPS = 32
 KILLED = [*SAVING, "--max_rows", 60, "--max_steps", KILLED_STEPS, "--save_steps", 8, "--gradient_accumulation_steps", 1]
@@ -46,7 +47,7 @@ def same_end(folder, run, steps=STEPS):
 
 def go_on(folder, run, recipe, flags=SAVING, steps=STEPS):
     """Resumes to the end, and asserts that this is the uninterrupted run's end."""
-    done = launch(*flags, *ON, "--output_dir", folder, recipe=recipe)
+    done = launch(*flags, *ON, "--output_dir", folder, recipe=recipe, forked=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     same_end(folder, run, steps)
     return done
@@ -160,7 +161,8 @@ def test_a_rank_that_stands_still_is_found_by_its_missing_heartbeat(tmp_path):
 
 def test_restarts_go_on_by_themselves(whole, tmp_path):
     out = tmp_path / "run"
-    with Running(tmp_path / "log", *SAVING, "--output_dir", out, recipe="zero2", restarts=1) as run:
+    words = [*SAVING, "--output_dir", out]
+    with Running(tmp_path / "log", *words, recipe="zero2", restarts=1, forked=True) as run:
         run.until(lambda: (out / "checkpoint-16/manifest.json").exists())
         run.ranks()[1].kill()
         assert run.code([], timeout=250) == 0, run.err[-3000:]
@@ -168,11 +170,19 @@ def test_restarts_go_on_by_themselves(whole, tmp_path):
     same_end(out, whole("zero2"))
 
 
+def first_step(run):
+    return lambda: f"/{KILLED_STEPS}  loss" in run.out
+
+
+def after(seconds):
+    at = time.monotonic() + seconds
+    return lambda: time.monotonic() > at
+
+
 def moment(name, out, chance):
     """A question that is answered yes when the moment has come: after some steps, in a save, or at its rename."""
     if name == "some step":
-        at = time.monotonic() + chance.uniform(0, 1)
-        return lambda: time.monotonic() > at
+        return after(chance.uniform(0, 0.4))  # of steps, not so many that the run ends before the last kill
     if name == "saving":
         return lambda: any(not (folder / "manifest.json").exists() for folder in manifest.folders(out))
     before = set(out.glob("checkpoint-*/manifest.json"))
@@ -185,8 +195,9 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_end(seed, whole, tmp_pat
     moments = chance.sample(["some step", "some step", "saving", "renaming"], 4)
     targets = chance.sample(["launcher", "rank 0", "rank 1", f"rank {chance.randrange(2)}"], 4)
     for number, (name, target) in enumerate(zip(moments, targets, strict=True)):
-        with Running(tmp_path / f"log{number}", *KILLED, *ON, "--output_dir", out, recipe=recipe) as run:
-            run.until(lambda run=run: f"/{KILLED_STEPS}  loss" in run.out)
+        words = [*KILLED, *ON, "--output_dir", out]
+        with Running(tmp_path / f"log{number}", *words, recipe=recipe, forked=True) as run:
+            run.until(first_step(run))
             family = run.family()
             victim = run.process if target == "launcher" else run.ranks()[int(target[-1])]
             run.until(moment(name, out, chance), look_s=0.005)
@@ -197,6 +208,25 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_end(seed, whole, tmp_pat
             assert run.err.count("error: ") == 1 and f"error: {target} was ended by SIGKILL" in run.err, run.err
             assert "Traceback" not in run.err and "failed (exitcode" not in run.err
         newest(out)
+    go_on(out, whole(recipe, KILLED), recipe, KILLED, KILLED_STEPS)
+
+
+@pytest.mark.parametrize("seed", range(1, 1 - -STOPS // 5))
+def test_stopped_at_any_moment_a_run_has_saved_and_goes_on_to_the_same_end(seed, whole, tmp_path):
+    chance, out, recipe, before = random.Random(seed), tmp_path / "run", ("zero2", "zero3")[seed % 2], 0
+    for number in range(5):
+        words = [*KILLED, *ON, "--output_dir", out]
+        with Running(tmp_path / f"log{number}", *words, recipe=recipe, forked=True) as run:
+            run.until(first_step(run))
+            family = run.family()
+            run.until(after(chance.uniform(0, 0.2)), look_s=0.005)
+            (run.process if (seed + number) % 2 else chance.choice(run.ranks())).send_signal(signal.SIGTERM)
+            assert run.code(family) == 75, run.err[-3000:]
+        found, passed_over = newest(out)
+        assert found.step > before and not passed_over
+        before = found.step
+        last = f"stopped by SIGTERM; all ranks have ended; --resume auto goes on after step {before}"
+        assert run.err.splitlines()[-1] == last and "Traceback" not in run.err
     go_on(out, whole(recipe, KILLED), recipe, KILLED, KILLED_STEPS)
 
 
