@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipway import manifest, memory, record, topology, universal
+from slipway import ds_schema, manifest, memory, record, topology, universal
 from slipway.arguments import Asked, as_plain
 from slipway.errors import InputError
 
@@ -155,7 +155,17 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         rows = [{}, {}]  # the same rows in the same order, whatever they were called
     pairs = [(key, before.get(key), now.get(key)) for key in [*before, *(set(now) - set(before))]]
     pairs += [(key, rows[0].get(key), rows[1].get(key)) for key in rows[0]]
-    return {key: f"{key}: {was} then, {is_} now" for key, was, is_ in pairs if was != is_}
+    return {key: "\n  ".join(_changes(key, was, is_)) for key, was, is_ in pairs if was != is_}
+
+
+def _changes(key: str, was: Any, is_: Any) -> list[str]:
+    """A line of each value that is not as it was; of a config, each of its keys, unless there was or is none."""
+    if isinstance(was, dict) and isinstance(is_, dict):
+        before, now = (dict(ds_schema.leaves(config)) for config in (was, is_))
+        names = [name for name in before | now if before.get(name) != now.get(name)]
+        return [line for name in names for line in _changes(f"{key}: {name}", before.get(name), now.get(name))]
+    was, is_ = ("a config" if isinstance(value, dict) else value for value in (was, is_))
+    return [f"{key}: {was} then, {is_} now"]
 
 
 def find(plan: "Plan", checksums: bool = False) -> Start:

@@ -95,8 +95,10 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_arithmetic(whol
 def test_what_is_no_layout_is_refused_beside_it(whole, tmp_path):
     ended_at(16, whole, tmp_path / "run")
     said = refusal(tmp_path / "run", *DECAYING, "--resume", "auto", "--learning_rate", 0.5, recipe="zero3", nproc=1)
+    assert "\n  ds_config: zero_optimization.stage: 2 then, 3 now\n" in said
     assert "learning_rate: 0.01 then, 0.5 now" in said and "world_size: 2 then, 1 now" in said
     said = refusal(tmp_path / "run", *DECAYING, "--resume", "auto", recipe="ddp")
+    assert "\n  ds_config: a config then, None now\n" in said
     assert "zero_stage: 2 then, 0 now" in said and "NPROC=2 and a recipe of ZeRO stage 2" in said
 
 
