@@ -147,8 +147,8 @@ def show_start(plan: BertPlan, facts: dict[str, Any]) -> None:
             ("ranks", f"{ranks} x {facts['device'].upper()}, {how}, {facts['dtype']}"),
             (
                 "batch",
-                f"{plan.batch} rows x accumulation {plan.accumulation} x {ranks} ranks = {facts['global_batch']}, "
-                f"{plan.steps} optimizer steps",
+                f"{plan.batch} rows x accumulation {plan.accumulation} x {topology.ranks(ranks)} = "
+                f"{facts['global_batch']}, {plan.steps} optimizer steps",
             ),
             ("output", str(plan.output)),
             *(("note", notice) for notice in plan.notices),

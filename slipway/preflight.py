@@ -217,7 +217,7 @@ def _prepare(asked: Asked, model: models.Model, tokenizer: Any, world: World) ->
         raise InputError(
             f"{asked.get('dataset_name')}: {data.facts['train_rows']} rows give {len(data.train)} sequences, "
             f"one global batch needs {batch} (micro-batch {micro} x accumulation "
-            f"{asked.get('gradient_accumulation_steps')} x {world.size} ranks)",
+            f"{asked.get('gradient_accumulation_steps')} x {topology.ranks(world.size)})",
             _for_few(len(data.train) // (micro * world.size)),
         )
     return data

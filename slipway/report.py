@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slipway import topology
+
 WIDTH = 100
 
 
@@ -69,7 +71,7 @@ def show_plan(plan: Any) -> None:
     )
     for line in plan.data_lines:
         table.add_row("", line)
-    where = f"{world.size} x {plan.card}" if world.on_gpu else f"{world.size} CPU ranks"
+    where = f"{world.size} x {plan.card}" if world.on_gpu else topology.ranks(world.size, "CPU")
     engine = (
         f"DeepSpeed, ZeRO stage {facts['zero_stage']}" if plan.ds_config else "DDP" if world.size > 1 else "one process"
     )
@@ -82,7 +84,7 @@ def show_plan(plan: Any) -> None:
     table.add_row("precision", f"{plan.precision}, attention {plan.attention.name}: {plan.attention.reason}")
     table.add_row(
         "batch",
-        f"micro-batch {micro} x accumulation {steps} x {world.size} ranks = "
+        f"micro-batch {micro} x accumulation {steps} x {topology.ranks(world.size)} = "
         f"{micro * steps * world.size} sequences of at most {asked.get('max_length')} tokens",
     )
     table.add_row("output", str(plan.output))
@@ -126,7 +128,7 @@ def show_result(content: dict[str, Any], samples: list[dict[str, str]]) -> None:
         )
     table.add_row(
         "ran",
-        f"{got['engine']}, ZeRO stage {got['zero_stage']}, {got['world_size']} ranks, {got['dtype']}, "
+        f"{got['engine']}, ZeRO stage {got['zero_stage']}, {topology.ranks(got['world_size'])}, {got['dtype']}, "
         f"{got['attention']}",
     )
     mfu = f", {100 * cost['mfu']:.1f} % MFU" if cost.get("mfu") else ""
@@ -175,7 +177,7 @@ def write_card(path: Path, content: dict[str, Any]) -> None:
         f"# {base}, fine-tuned on {asked['data']['source']}",
         "",
         f"Trained with Slipway's recipe `{asked['recipe']}`: {got['engine']}, ZeRO stage {got['zero_stage']}, "
-        f"{got['world_size']} ranks, {got['dtype']}, {len(content['losses'])} logged steps.",
+        f"{topology.ranks(got['world_size'])}, {got['dtype']}, {len(content['losses'])} logged steps.",
         "",
     ]
     if held:

@@ -49,6 +49,11 @@ class World:
         return self.accelerator == "cuda"
 
 
+def ranks(number: int, kind: str = "") -> str:
+    """`1 rank`, `2 CPU ranks`."""
+    return f"{number} {kind}{' ' if kind else ''}rank{'s' * (number != 1)}"
+
+
 def plan(nproc: int | None) -> World:
     """The world that the launcher will start on this one machine: a rank per GPU, or two CPU ranks.
 

@@ -69,16 +69,12 @@ def describe(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _layout(facts: dict[str, Any]) -> str:
-    ranks = _ranks(facts["world_size"])
+    ranks = topology.ranks(facts["world_size"])
     parts = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
     moved = [f"{what} on {facts[key]}" for key, what in parts.items() if facts[key] != "none"]
     if not facts["ds_config"]:
         return ranks
     return f"{ranks} under ZeRO-{facts['zero_stage']}" + (f" ({', '.join(moved)})" if moved else "")
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
 
 
 def keep_global_batch(asked: Asked, world: topology.World, found: manifest.Checkpoint | None) -> list[str]:
@@ -101,9 +97,8 @@ def keep_global_batch(asked: Asked, world: topology.World, found: manifest.Check
     micro = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
     for key, value in zip(_BATCH, (micro, share // micro), strict=True):
         asked.set(key, value, "the global batch of the checkpoint")
-    return [
-        f"the global batch stays {whole}: micro-batch {micro} x accumulation {share // micro} x {_ranks(world.size)}"
-    ]
+    ranks = topology.ranks(world.size)
+    return [f"the global batch stays {whole}: micro-batch {micro} x accumulation {share // micro} x {ranks}"]
 
 
 def folder_of(checkpoint: manifest.Checkpoint) -> Path:
