@@ -17,7 +17,7 @@ SMALL = (
     "--max_length 128 --max_steps 4 --gradient_accumulation_steps 2 --max_rows 60 --held_out_rows 4 --samples 1 "
     "--sample_tokens 4 --logging_steps 1 --save_strategy no"
 )
-STOPS = int(os.environ.get("SLIPWAY_STOPS", "4"))
+STOPS = int(os.environ.get("SLIPWAY_STOPS", "2"))
 # Compilers that write down that they were called, before those of the image on PATH.
 SPY = '#!/bin/sh\necho "$0 $*" >> /spy/called\nexit 1\n'
 

@@ -20,7 +20,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(on_full_disk, code, small_d
     disk = small_disk(20)  # room for two checkpoints of tiny-llama
     out = disk / "run"
     flags = ["--save_total_limit", 1, "--on_full_disk", on_full_disk, "--output_dir", out]
-    with Running(tmp_path / "log", *SAVING, *flags, recipe="zero2") as run:
+    with Running(tmp_path / "log", *SAVING, *flags, recipe="zero2", forked=True) as run:
         run.until(lambda: (out / "checkpoint-32/manifest.json").exists() and not (out / "checkpoint-16").exists())
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 4 * 2**20))
         assert run.code(run.family()) == code, run.err[-3000:]

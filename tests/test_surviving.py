@@ -106,7 +106,8 @@ def test_a_run_that_was_killed_after_its_last_step_takes_no_step_more(whole, tmp
 )
 def test_a_signal_saves_the_step_and_the_run_goes_on_from_it(recipe, target, number, whole, tmp_path):
     out = tmp_path / "run"
-    with Running(tmp_path / "log", *SAVING, "--output_dir", out, recipe=recipe) as run:
+    words = [*SAVING, "--output_dir", out]
+    with Running(tmp_path / "log", *words, recipe=recipe, forked=recipe == "zero3") as run:
         run.until(at_step(run, 3))
         family = run.family()
         # Memory that DeepSpeed's ranks share has no name by now, so that nothing is left of it, however they end.
